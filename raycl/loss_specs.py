@@ -21,6 +21,7 @@ class LossSpec:
         stored_negatives: whether it uses the rows of a queue or a memory bank.
         explicit_negatives: whether it uses negatives given with the queries.
         needs_batch: whether the other rows of the batch must be negatives.
+        partition: whether it requires the partition function of each sample.
         labels: whether it requires labels.
         all_views: whether it compares all views of a sample at once, instead of pairs of them.
         mixes: whether a hinge may be mixed into it.
@@ -36,6 +37,7 @@ class LossSpec:
     stored_negatives: bool = False
     explicit_negatives: bool = False
     needs_batch: bool = False
+    partition: bool = False
     labels: bool = False
     all_views: bool = False
     mixes: bool = False
@@ -48,9 +50,16 @@ class LossSpec:
         return (
             key in self.keys
             and (self.pairs or not pairs)
-            and (self.stored_negatives or store == "none")
+            and store in self.stores
             and (in_batch or not self.needs_batch)
         )
+
+    @property
+    def stores(self) -> tuple[str, ...]:
+        """The stores that the loss can use."""
+        if self.partition:
+            return ("partition",)
+        return ("none", "queue", "memory_bank") if self.stored_negatives else ("none",)
 
     def build(self, settings: "LossSettings") -> Any:
         """Return the objective."""
@@ -67,7 +76,8 @@ class LossSettings:
     the batch are negatives, ``pairs`` whether queries and keys have separate ids, and ``learns_keys``
     whether keys have a gradient. ``num_views`` is the number of views of a sample. ``log_frequency`` maps
     ids of keys to the logarithm of their frequency, and ``refines_logq`` applies it as in Khrylchenko et
-    al. (2025); ``normalizer`` estimates NCE's constant for ``num_samples`` slots.
+    al. (2025); ``normalizer`` estimates NCE's constant for ``num_samples`` slots, which move by
+    ``bank_momentum``.
     """
 
     temperature: Any
@@ -84,6 +94,7 @@ class LossSettings:
     refines_logq: bool = False
     normalizer: Any = None
     num_samples: int | None = None
+    bank_momentum: float = 0.5
 
 
 MIXED = "hinge"  # the loss that ``hinge_weight`` mixes into others
@@ -136,6 +147,7 @@ LOSSES: dict[str, LossSpec] = {
     ),
     "dcl": LossSpec(objective="raycl.losses.dcl:Dcl", needs_batch=True),
     "dclw": LossSpec(objective="raycl.losses.dcl:Dclw", needs_batch=True),
+    "gcl": LossSpec(objective="raycl.losses.gcl:Gcl", needs_batch=True, partition=True),
     "supcon": LossSpec(objective="raycl.losses.supcon:SupCon", needs_batch=True, labels=True),
     "poly_view": LossSpec(
         objective="raycl.losses.poly_view:PolyView",

@@ -79,6 +79,36 @@ def plain_dcl(
     return torch.stack(losses).mean()
 
 
+def plain_gcl(
+    view_a: Tensor,
+    view_b: Tensor,
+    temperature: Tensor,
+    *,
+    stored: Tensor,
+    momentum: float,
+    num_samples: int,
+    ids: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute the loss as in the paper's algorithm 1, given u of each sample (0: none), and the batch's own u."""
+    rows, sample = torch.cat([view_a, view_b]), torch.arange(len(view_a)) if ids is None else ids[0]
+    place = torch.arange(len(view_a)).repeat(2)
+    losses, means = [], []
+    for i, row in enumerate(rows):
+        k = i % len(view_a)
+        negatives = rows[(sample != sample[k]).repeat(2) & (place != k)]
+        mean = (negatives @ row / temperature).exp().sum() / max(1, len(rows) - 2)
+        if len(negatives) == 0:
+            mean = (-1 / temperature.detach()).exp()
+        of_view = momentum * stored[k] + (1 - momentum) * mean if stored[k] else mean
+        positive = view_a[k] @ view_b[k] / temperature
+        value = (of_view * (2 * num_samples - 2)).log() - positive
+        # The gradient of the mean is divided by u, not that of log(u), which has a factor 1 - momentum.
+        slope = mean / of_view.detach() - positive
+        losses.append(value.detach() + slope - slope.detach())
+        means.append(mean.detach())
+    return torch.stack(losses).mean(), torch.stack(means).view(2, -1).mean(0)
+
+
 def plain_info_nce(
     query: Tensor,
     key: Tensor,

@@ -23,6 +23,7 @@ from raycl.training.views import Views
 from tests.plain_losses import (
     plain_bidirectional,
     plain_dcl,
+    plain_gcl,
     plain_hinge,
     plain_info_nce,
     plain_nce,
@@ -121,8 +122,10 @@ class PlainRun:
         prediction_head: nn.Module | None = None,
         slots: Tensor | None = None,
         count: Mapping[int, int] | None = None,
+        num_samples: int = 0,
     ) -> None:
         """Start from the weights of ``tower`` and initial ``slots``; ``count`` is the frequency of each key."""
+        self.num_samples = num_samples
         self.config, self.stage = config, config.stages[0]
         groups = config.batchnorm_groups if config.batchnorm == "shuffled" else 1
         self.tower: Any = plain_network(tower, 0 if groups == 1 else self.stage.batch_size // groups)
@@ -146,6 +149,7 @@ class PlainRun:
         self.slots = None if slots is None else slots.double()
         self.count = {} if count is None else count
         self.normalizer: float | None = None
+        self.partitions, self.of_batch = dict[int, float](), torch.empty(0)
 
     def step(
         self, views: Views, names: ExampleIds, step: int, *, learning_rate: float, momentum: float
@@ -368,6 +372,8 @@ class PlainRun:
         query_id, key_id, other_id = ids
         temperature = self.log_temperature.exp()
         temperature = temperature if self.config.learn_temperature else temperature.detach()
+        if self.stage.loss == "gcl":
+            return self.of_data(query, positive, temperature, query_id, views)
         if self.stage.loss in ("nt_xent", "dcl", "dclw", "supcon", "poly_view"):
             return self.of_views(query, positive, temperature, query_id)
         if self.stage.loss == "nce":
@@ -414,6 +420,22 @@ class PlainRun:
             refines_logq=self.stage.logq_correction == "refined",
         )
 
+    def of_data(
+        self, query: Tensor, key: Tensor, temperature: Tensor, sample_id: Tensor, views: Views
+    ) -> Tensor:
+        """Return the global loss; keep the batch's partition functions."""
+        stored = [self.partitions.get(each, 0.0) for each in views.sample_id.tolist()]
+        loss, self.of_batch = plain_gcl(
+            query,
+            key,
+            temperature,
+            stored=torch.tensor(stored, dtype=torch.float64),
+            momentum=self.config.negatives.bank_momentum,
+            num_samples=self.num_samples,
+            ids=(sample_id, sample_id),
+        )
+        return loss
+
     def number(self, views: Views) -> tuple[Tensor, Tensor, Tensor]:
         """Return ids of queries, keys, and negatives from outside the batch: explicit and queued."""
         known = self.names
@@ -441,6 +463,10 @@ class PlainRun:
             rows = torch.from_numpy(embeddings.numpy().astype(self.config.bank.dtype))
             self.queue = torch.cat([self.queue, rows])[-negatives.capacity :]
             self.queue_names = (self.queue_names + self.names.key[:, 0].tolist())[-negatives.capacity :]
+        if negatives.store == "partition":
+            kept = negatives.bank_momentum
+            for sample, new in zip(views.sample_id.tolist(), self.of_batch.tolist(), strict=True):
+                self.partitions[sample] = kept * self.partitions.get(sample, new) + (1 - kept) * new
         if self.slots is not None:
             ids, kept = views.sample_id, negatives.bank_momentum
             self.slots[ids] = F.normalize(kept * self.slots[ids] + (1 - kept) * embeddings, dim=1)

@@ -72,6 +72,7 @@ CASES = {
     "simclr poly_view": Case(
         "simclr", SMALL | {"stages.0.loss": "poly_view", "augment.views": [{"count": 4}]}
     ),
+    "sogclr": Case("sogclr", SMALL),
     "simclr shuffled": Case("simclr", SMALL | {"batchnorm": "shuffled", "batchnorm_groups": 4}),
     "moco_v1": Case("moco_v1", SMALL | QUEUE),
     "moco_v2": Case("moco_v2", SMALL | QUEUE),

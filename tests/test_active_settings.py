@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -22,6 +23,8 @@ from raycl.data.columns import ColumnNames
 from raycl.errors import ConfigError
 from raycl.models.blocks import residual_blocks
 from raycl.models.build import build_towers
+from raycl.negatives.bank import Bank
+from raycl.negatives.client import MemoryBankClient
 from raycl.recipes import RECIPES, recipe
 from raycl.tokenization import Vocabulary
 from raycl.training.stages import momentum_schedule, stage_plans
@@ -242,6 +245,7 @@ RUNS = {
     "instance_discrimination in workers": lambda: image_run(
         "instance_discrimination", **{"bank.location": "worker", "stages.0.loss": "info_nce"}
     ),
+    "sogclr": lambda: image_run("sogclr"),
     "simcse": lambda: text_run("simcse"),
     "two_tower": lambda: text_run("two_tower"),
     "two_tower with siglip": lambda: override(
@@ -299,7 +303,7 @@ def built(config: RunConfig) -> Any:
     roles = {"query": "q", "document": "d", "negatives": "n"}
     columns = ColumnNames(image=None, **roles) if config.data.kind == "pairs" else ColumnNames()
     towers = build_towers(config, vocabulary)
-    num_samples = 50 if config.negatives.store == "memory_bank" else None
+    num_samples = 50 if config.negatives.store in ("memory_bank", "partition") else None
     state = TrainState.build(config, towers, num_samples=num_samples)
     stage, plans = config.stages[0], stage_plans(config, num_train=[2_560])
     weights = [plans[0].hinge_weight(step) for step in (0, plans[0].num_steps - 1)]
@@ -324,6 +328,9 @@ def built(config: RunConfig) -> Any:
     if config.negatives.store != "none" and config.bank.location == "actor":
         spec = bank_spec(config, output="", name="bank", num_samples=num_samples)
         parts["bank"] = dataclasses.replace(spec, momentum=0.0) if spec.kind == "queue" else spec
+        if num_samples is not None:
+            with patch.object(MemoryBankClient, "__init__", keep_settings):
+                parts["client"] = build_store(config, Bank(spec, []), np.arange(50), torch.device("cpu"))
     # Passed on, but not read without chunks, blocks and own slots.
     if stage.chunk_size is None:
         parts["embedding"] = dataclasses.replace(parts["embedding"], cached_chunks=1)
@@ -331,6 +338,11 @@ def built(config: RunConfig) -> Any:
             parts["embedding"] = dataclasses.replace(parts["embedding"], activation_checkpoint_every=None)
     described = describe(parts)
     return described if config.key == "memory_bank" else without(described, "proximal_weight")
+
+
+def keep_settings(client: Any, *_: Any, **settings: Any) -> None:
+    """Initialize a client that knows its settings only."""
+    client.settings = settings
 
 
 def without(described: Any, name: str) -> Any:
@@ -366,6 +378,7 @@ REFUSED_VALUES = {
     "moco_v3": f"{NOT_IN_BATCH} augment.views data.image_size stages.0.image_size",  # of whole patches
     "instance_discrimination": "negatives.store stages.0.matryoshka_dims",
     "instance_discrimination in workers": "negatives.store",
+    "sogclr": f"{NOT_IN_BATCH} negatives.store stages.0.loss stages.0.matryoshka_dims",
     "simcse": f"{NOT_IN_BATCH} encoder.name projection_head.dim",
     "two_tower": f"{NOT_IN_BATCH} encoder.name projection_head.dim",
     "two_tower with siglip": (
@@ -509,7 +522,8 @@ INACTIVE = {  # a recipe and a setting, and a part of the error
     "two_tower projection_head.batchnorm=true": "acts only with projection_head.num_layers 2 or 3",
     "simclr accelerator=H100": "accelerator acts only with gpu true, and this run has gpu false",
     "simclr stages.0.bias=-3": "stages.0.bias acts only with loss siglip",
-    "moco_v2 bank.shards=3": "negatives.store memory_bank, and this run has negatives.store queue",
+    "moco_v2 bank.shards=3": "negatives.store memory_bank or partition, and this run has negatives.store queue",
+    "sogclr bank.dtype=float16": "acts only with negatives.store queue or memory_bank",
     "simcse stages.0.image_size=16": "acts only with data.kind image or image_text, and this run has data.kind",
     "simclr stages.0.matryoshka_weights=[1.0]": "acts only with matryoshka_dims",
     "simclr stages.0.cached_chunks=2": "acts only with a chunk_size",

@@ -140,6 +140,11 @@ INCOMPATIBLE = {  # a recipe and its settings, and a pattern of the error
     "moco_v2 negatives.store=memory_bank": "key momentum_encoder is incompatible with .* memory_bank",
     "moco_v2 stages.0.loss=nce": "loss nce is incompatible with key momentum_encoder .* key memory_bank",
     "moco_v2 stages.0.loss=nt_xent": "incompatible with .* takes key tower, and negatives.store none",
+    "sogclr negatives.store=none": "loss gcl is incompatible with .* takes key tower, and negatives.store partition",
+    "simclr stages.0.loss=gcl": "loss gcl is incompatible with .* takes key tower, and negatives.store partition",
+    "simclr negatives.store=partition": "loss nt_xent is incompatible with .* negatives.store none",
+    "sogclr negatives.in_batch=false": "loss gcl needs in-batch negatives; set negatives.in_batch=true$",
+    "sogclr stages.0.matryoshka_dims=[8]": "gcl stores one partition function of a sample, which differs between",
     "instance_discrimination negatives.store=none key=tower": "loss nce is incompatible with key",
 }
 

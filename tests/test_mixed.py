@@ -249,7 +249,7 @@ def test_settings_that_do_not_fit_the_number_of_data_sets_are_refused(
         check_data_sets(run_of(**settings), number)
 
 
-@pytest.mark.parametrize("name", ["moco_v2", "instance_discrimination"])
+@pytest.mark.parametrize("name", ["moco_v2", "instance_discrimination", "sogclr"])
 def test_a_store_of_negatives_is_refused_with_several_data_sets(name: str) -> None:
     config = raycl.recipe(name, image_size=16)
     check_data_sets(config, 1)

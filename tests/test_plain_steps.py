@@ -14,7 +14,20 @@ from raycl.losses.logq import Frequencies
 from raycl.training.views import Views
 from tests.plain_steps import PlainRun
 from tests.pretend_gpu import CPU
-from tests.pretended_steps import CASES, CHUNKS, CLIPPED, QUEUE, ROWS, SMALL, TEXTS, VIEWS, VIT, Case, Worker
+from tests.pretended_steps import (
+    CASES,
+    CHUNKS,
+    CLIPPED,
+    NUM_SAMPLES,
+    QUEUE,
+    ROWS,
+    SMALL,
+    TEXTS,
+    VIEWS,
+    VIT,
+    Case,
+    Worker,
+)
 
 STEPS = 5
 # Samples repeat after three steps, and a few texts repeat often.
@@ -137,6 +150,10 @@ RECIPES = {
     "dcl": Case("dcl", SMALL),
     "supcon": Case("supcon", SMALL),
     "simcse supcon": Case("simcse", {"stages.0.loss": "supcon"}, **FEW),
+    "sogclr": Case("sogclr", SMALL),
+    "sogclr, chunks": Case(
+        "sogclr", SMALL | CHUNKS | {"negatives.bank_momentum": 0.7, "learn_temperature": True}
+    ),
     "simclr siglip, chunks": Case("simclr", SMALL | CHUNKS | SIGLIP),
     "two_tower queue": Case(
         "two_tower", TEXTS | {"negatives.store": "queue", "negatives.capacity": 3 * ROWS}, **FEW
@@ -170,15 +187,16 @@ def test_five_steps_equal_plain_torch(name: str) -> None:
         math.log(sum(count.values()) or 1),
     )
     state = worker.store.state_dict()
-    is_bank = worker.config.key == "memory_bank"
     plain = PlainRun(
         worker.config,
         worker.learner.tower,
         prediction_head=worker.learner.prediction_head,
-        slots=state["rows"] if is_bank else None,
+        slots=state["rows"] if worker.config.key == "memory_bank" else None,
         count=count,
+        num_samples=NUM_SAMPLES,
     )
     # Banks compute in float32, and counts are float32 as well.
+    is_bank = worker.config.negatives.store in ("memory_bank", "partition")
     tolerance = 3e-6 if is_bank or count else 1e-10
     before = [each.clone() for each in weights_of(plain)]
     for step, views in enumerate(batches):
@@ -193,6 +211,13 @@ def test_five_steps_equal_plain_torch(name: str) -> None:
             assert plain.grad_norm > limit
     tolerance = max(tolerance, 1e-8)  # AdamW divides by the gradient's magnitude, which may be tiny
     assert_moved_alike(worker.weights(), weights_of(plain), before, tolerance)
+    if plain.partitions:
+        stored = worker.store.state_dict()
+        found = dict(zip(stored["sample_id"].tolist(), stored["rows"].exp()[:, 0].tolist(), strict=True))
+        assert {each for each in found if found[each]} == set(plain.partitions)
+        assert all(
+            found[each] == pytest.approx(plain.partitions[each], rel=1e-5) for each in plain.partitions
+        )
     if worker.learner.momentum_encoder is not None:
         follower = [each.detach() for each in worker.learner.momentum_encoder.parameters()]
         expected = [each.detach() for each in plain.momentum_tower.parameters()]

@@ -198,16 +198,21 @@ def _problem_of_prefixes(run: "RunConfig", stage: Stage) -> str | None:
             f"loss {stage.loss} estimates one normalizing constant, which differs between prefixes; "
             "remove matryoshka_dims, or set loss to info_nce"
         )
+    if LOSSES[stage.loss].partition:
+        return (
+            f"loss {stage.loss} stores one partition function of a sample, which differs between prefixes; "
+            "remove matryoshka_dims, or set loss to dcl and negatives.store to none"
+        )
     return None
 
 
 def _problem_of_loss(run: "RunConfig", loss: str) -> str | None:
     """Return a message if a loss does not fit the keys and negatives."""
     spec, store, kind, in_batch = LOSSES[loss], run.negatives.store, run.data.kind, run.negatives.in_batch
-    if run.key not in spec.keys or (store != "none" and not spec.stored_negatives):
+    if run.key not in spec.keys or store not in spec.stores:
         return (
             f"loss {loss} is incompatible with key {run.key} and negatives.store {store}: it takes "
-            f"key {join_names(spec.keys)}{'' if spec.stored_negatives else ', and negatives.store none'}"
+            f"key {join_names(spec.keys)}, and negatives.store {join_names(spec.stores)}"
         )
     explicit = kind == "pairs" and run.negatives.explicit
     if explicit and spec.pairs and not spec.explicit_negatives:
@@ -224,10 +229,8 @@ def _problem_of_loss(run: "RunConfig", loss: str) -> str | None:
             for name, each in LOSSES.items()
             if each.fits(key=run.key, pairs=run.has_two_towers, store=store, in_batch=False)
         ]
-        return (
-            f"loss {loss} needs in-batch negatives; "
-            f"set negatives.in_batch=true, or loss to {join_names(others)}"
-        )
+        other = f", or loss to {join_names(others)}" if others else ""
+        return f"loss {loss} needs in-batch negatives; set negatives.in_batch=true{other}"
     if run.has_two_towers and not spec.pairs:
         return (
             f"loss {loss} compares views of one sample, but data.kind {kind} has pairs; "

@@ -91,6 +91,7 @@ _OWN_TOKENIZER = Condition(
     lambda run, _: run.text.tokenizer is None and not run.has_pretrained_tokenizer,
 )
 _MEMORY_BANK = when("negatives.store", "memory_bank")
+_SLOTS = when("negatives.store", "memory_bank", "partition")
 _ACTOR = when("bank.location", "actor")
 _HIDDEN_LAYERS = Condition(
     "projection_head.num_layers 2 or 3", lambda run, _: run.projection_head.num_layers > 1
@@ -204,7 +205,7 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
     "negatives.explicit": (_PAIRS,),
     "negatives.capacity": (when("negatives.store", "queue"),),
     "negatives.num_negatives": (_MEMORY_BANK,),
-    "negatives.bank_momentum": (_MEMORY_BANK,),
+    "negatives.bank_momentum": (_SLOTS,),
     "negatives.bank_init": (_MEMORY_BANK,),
     "negatives.normalizer_momentum": (
         Condition(
@@ -212,11 +213,12 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
             lambda run, _: any("normalizer_momentum" in LOSSES[stage.loss].settings for stage in run.stages),
         ),
     ),
-    "bank": (when("negatives.store", "queue", "memory_bank"),),
+    "bank": (when("negatives.store", "queue", "memory_bank", "partition"),),
     "bank.name": (_ACTOR,),
-    "bank.shards": (_MEMORY_BANK, _ACTOR),
+    "bank.shards": (_SLOTS, _ACTOR),
     "bank.detached": (_ACTOR,),
-    "bank.max_staleness": (_MEMORY_BANK, _ACTOR),
+    "bank.max_staleness": (_SLOTS, _ACTOR),
+    "bank.dtype": (when("negatives.store", "queue", "memory_bank"),),
     "bank.timeout_s": (_ACTOR,),
     "batchnorm_groups": (when("batchnorm", "shuffled"),),
     "optimizer.momentum": (when("optimizer.name", "sgd", "lars"),),

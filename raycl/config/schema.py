@@ -365,8 +365,10 @@ class NegativesConfig(Section):
     explicit: bool = True
     """Whether the explicit negatives of the pairs are candidates of every query in the batch."""
 
-    store: Literal["none", "queue", "memory_bank"] = "none"
-    """``queue`` stores the newest keys, ``memory_bank`` one slot per sample."""
+    store: Literal["none", "queue", "memory_bank", "partition"] = "none"
+    """``queue`` stores the newest keys, ``memory_bank`` one slot per sample, ``partition`` each sample's
+    partition function for loss ``gcl``.
+    """
 
     capacity: Count = 65_536
     """Keys in the queue, at least one batch; 65,536 as in MoCo."""
@@ -375,7 +377,9 @@ class NegativesConfig(Section):
     """Slots of the memory bank drawn per step; 4,096 as in InstDisc."""
 
     bank_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
-    """Weight of the old value when a slot is updated, below 1; 0.5 as in the paper."""
+    """Weight of the old value when a slot is updated, below 1; 0.5 as in InstDisc. For ``gcl`` it is 1 minus
+    the gamma of SogCLR.
+    """
 
     bank_init: Literal["random", "encoder"] = "random"
     """Initial slots: ``random`` as in the paper, or the embeddings of the untrained ``encoder``, which cost
@@ -390,7 +394,7 @@ class NegativesConfig(Section):
 
 @final
 class BankConfig(Section):
-    """The storage of a queue or a memory bank."""
+    """The storage of a queue, a memory bank or partition functions."""
 
     location: Literal["actor", "worker"] = "actor"
     """``actor`` survives a crash of the workers and answers queries; ``worker`` keeps a copy in each

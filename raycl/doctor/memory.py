@@ -177,7 +177,7 @@ def is_streamed(config: RunConfig, data: DataSummary | None) -> bool:
 
 
 def _check_bank(config: RunConfig, num_samples: int, answers: Answers) -> Iterator[CheckResult]:
-    if config.negatives.store == "memory_bank" and not num_samples:
+    if config.negatives.store in ("memory_bank", "partition") and not num_samples:
         return  # its size is the number of samples
     shards = bank_bytes(config, num_samples)
     if not shards or not answers:
@@ -246,7 +246,7 @@ def estimate_memory(
             "negatives": _store_bytes(config, num_samples),
         }
         on_host = {"process", "waiting rows"}
-        if config.negatives.store == "memory_bank":
+        if config.negatives.store in ("memory_bank", "partition"):
             on_host.add("negatives")
         on_gpu = frozenset(parts) - on_host if config.gpu else frozenset[str]()
         estimates.append(MemoryEstimate(stage=number, parts=parts, on_gpu=on_gpu))
@@ -278,7 +278,8 @@ def _store_bytes(config: RunConfig, num_samples: int) -> float:
     if config.negatives.store == "queue":
         # The loss reads rows of float16 as float32.
         return whole + (4.0 * spec.capacity * spec.dim if spec.dtype == "float16" or config.gpu else 0.0)
-    fetched = 2.0 * 4 * spec.dim * (config.negatives.num_negatives + config.stages[0].batch_size)
+    drawn = config.negatives.num_negatives if spec.kind == "memory_bank" else 0
+    fetched = 2.0 * 4 * spec.dim * (drawn + config.stages[0].batch_size)
     return 16.0 * num_samples + fetched + (whole if config.bank.location == "worker" else 0.0)
 
 

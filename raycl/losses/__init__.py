@@ -2,6 +2,7 @@
 
 from raycl.losses.clip import clip
 from raycl.losses.dcl import dcl
+from raycl.losses.gcl import gcl
 from raycl.losses.hinge import hinge
 from raycl.losses.info_nce import info_nce
 from raycl.losses.nce import NormalizingConstant, nce, noise_mass, proximal_term
@@ -15,6 +16,7 @@ __all__ = [
     "NormalizingConstant",
     "clip",
     "dcl",
+    "gcl",
     "hinge",
     "info_nce",
     "nce",

@@ -1,6 +1,7 @@
 """The interface of an objective, a loss over all workers, and the mixture of two."""
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, final
 
 import torch
@@ -9,6 +10,25 @@ from torch import Tensor
 from raycl.distributed import gather, gather_detached, gather_uneven, num_workers, rank
 from raycl.loss_specs import LOSSES, MIXED, LossSettings
 from raycl.losses.example_ids import ExampleIds
+
+
+@final
+@dataclass(eq=False)
+class Partition:
+    """The logarithms of the partition functions of a batch, [local_batch, num_sides].
+
+    ``stored`` is -inf for a sample without any. The loss appends the estimates from this batch alone, one for each pair
+    of views.
+    """
+
+    stored: Tensor
+    estimates: list[Tensor] = field(default_factory=list)
+
+    def of_batch(self) -> Tensor:
+        """Return the logarithm of the mean over the estimates."""
+        if len(self.estimates) == 1:
+            return self.estimates[0]
+        return torch.stack(self.estimates).logsumexp(0) - math.log(len(self.estimates))
 
 
 @final
@@ -24,6 +44,7 @@ class StoreBatch:
     negatives: Tensor | None = None
     negative_id: Tensor | None = None
     negative_name: Tensor | None = None
+    partition: Partition | None = None
 
     def for_batch(self, ids: ExampleIds, explicit: Tensor | None) -> "StoreBatch":
         """Return a copy with the ids of the batch, and with the explicit negatives of all workers first.

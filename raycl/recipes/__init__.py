@@ -5,12 +5,22 @@ from collections.abc import Callable
 from raycl.config import RunConfig
 from raycl.config.overrides import present_name
 from raycl.errors import ConfigError
-from raycl.recipes.images import dcl, instance_discrimination, moco_v1, moco_v2, moco_v3, simclr, supcon
+from raycl.recipes.images import (
+    dcl,
+    instance_discrimination,
+    moco_v1,
+    moco_v2,
+    moco_v3,
+    simclr,
+    sogclr,
+    supcon,
+)
 from raycl.recipes.texts import clip, esimcse, siglip, simcse, two_tower
 
 RECIPES: dict[str, Callable[[int], RunConfig]] = {
     "simclr": simclr,
     "dcl": dcl,
+    "sogclr": sogclr,
     "supcon": supcon,
     "moco_v1": moco_v1,
     "moco_v2": moco_v2,

@@ -44,6 +44,15 @@ def dcl(image_size: int = 224) -> RunConfig:
     return _simclr_with("dcl", image_size, epochs=200, temperature=0.1)
 
 
+def sogclr(image_size: int = 224) -> RunConfig:
+    """SogCLR (Yuan et al., 2022): SimCLR whose negatives are the whole data set, for small batches.
+
+    The weight of the stored partition functions, 1 - gamma, is the paper's, all else is ``simclr``.
+    """
+    negatives = NegativesConfig(store="partition", bank_momentum=0.1)
+    return _simclr_with("gcl", image_size).model_copy(update={"recipe": "sogclr", "negatives": negatives})
+
+
 def supcon(image_size: int = 224) -> RunConfig:
     """SupCon (Khosla et al., 2020): SimCLR with labels; all views of a class are positives.
 

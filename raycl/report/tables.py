@@ -18,7 +18,9 @@ def run_facts(run: Run) -> list[tuple[str, str]]:
     """Return the facts of a run by name."""
     config, history, result = run.config, run.history, run.result
     negatives = ["in the batch"] if config.negatives.in_batch and config.key != "memory_bank" else []
-    if config.negatives.store != "none":
+    if config.negatives.store == "partition":
+        negatives = ["the whole data set, by partition functions"]
+    elif config.negatives.store != "none":
         negatives.append(config.negatives.store.replace("_", " "))
     facts = {
         "Recipe": config.recipe,

@@ -219,7 +219,7 @@ def _read_data(run: ValidatedRun, data: DataModule, coordinator: Any, *, quiet: 
         num_train[each.name] = data.num_train_expected() if streamed else rows.num_train
     data.check_classes(decoded)
     check_sizes(config, num_train)
-    needs_ids = config.negatives.store == "memory_bank"
+    needs_ids = config.negatives.store in ("memory_bank", "partition")
     sample_id = data.sample_ids(decoded) if needs_ids else None
     return Job(
         config=config,
@@ -241,9 +241,10 @@ def _read_data(run: ValidatedRun, data: DataModule, coordinator: Any, *, quiet: 
 def _open_bank(job: Job, report: Printer) -> Iterator[Bank | None]:
     """Start the actors of the store of negatives, if configured, and stop them afterwards."""
     config, negatives = job.config, job.config.negatives
-    if job.num_samples is not None and negatives.num_negatives > job.num_samples:
+    num_samples = job.num_samples if negatives.store == "memory_bank" else None
+    if num_samples is not None and negatives.num_negatives > num_samples:
         raise ConfigError(
-            f"negatives.num_negatives {negatives.num_negatives} is more than the {job.num_samples} samples "
+            f"negatives.num_negatives {negatives.num_negatives} is more than the {num_samples} samples "
             "of the memory bank; set it lower"
         )
     if negatives.store == "none" or config.bank.location == "worker":

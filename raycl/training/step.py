@@ -75,7 +75,8 @@ def train_step(
         pairs = embedded.pairs or [ViewPair(query, key)]
         loss = mean_over_pairs(objective, pairs, stored, views.example_ids)
     with phase("store"):
-        store.start_download(query if key is None else key, views)
+        written = query if key is None else key
+        store.start_download(written if stored.partition is None else stored.partition.of_batch(), views)
     positive = stored.key if key is None else key
     assert positive is not None, "every query has a key or a slot"
     watched = _few(query, positive) if is_watched else None

@@ -1,4 +1,4 @@
-"""A worker's store of negatives: rows fetched before the loss, embeddings stored after the update.
+"""A worker's store: rows fetched before the loss, embeddings or partition functions stored after the update.
 
 The download of the embeddings starts before the loss is read. The host waits for the loss anyway, so
 the download costs no wait of its own.
@@ -16,11 +16,11 @@ from torch import Tensor
 from raycl.config import RunConfig
 from raycl.distributed import all_sum, gather_detached, rank
 from raycl.distributed.device_copy import Download, upload
-from raycl.losses.objective import StoreBatch
+from raycl.losses.objective import Partition, StoreBatch
 from raycl.negatives import KeyQueue, MemoryBank
 from raycl.negatives.bank import Bank
 from raycl.negatives.client import MemoryBankClient, QueueClient
-from raycl.negatives.spec import BankSpec
+from raycl.negatives.spec import BankSpec, Precision
 from raycl.training.views import Views
 
 NEW_NODE_S = 900.0  # limit for a new node to start, including its installation
@@ -28,15 +28,18 @@ NEW_NODE_S = 900.0  # limit for a new node to start, including its installation
 
 def bank_spec(config: RunConfig, *, output: str, name: str, num_samples: int | None) -> BankSpec:
     """Return the spec of the run's bank."""
-    is_queue = config.negatives.store == "queue"
+    kind = config.negatives.store
+    assert kind != "none", "a run without a store has no bank"
+    is_queue = kind == "queue"
+    dim, dtype = _stored_row(config)
     return BankSpec(
         name=config.bank.name or name,
-        kind="queue" if is_queue else "memory_bank",
-        dim=config.projection_head.dim,
+        kind=kind,
+        dim=dim,
         output=output,
         capacity=config.negatives.capacity if is_queue else num_samples or 0,
-        dtype=config.bank.dtype,
-        wire_dtype=None if is_queue or config.bank.max_staleness == 0 else "float16",
+        dtype=dtype,
+        wire_dtype="float16" if kind == "memory_bank" and config.bank.max_staleness else None,
         seed=config.seed,
         momentum=config.negatives.bank_momentum,
         num_shards=1 if is_queue else config.bank.shards,
@@ -50,7 +53,7 @@ def build_store(
     config: RunConfig, bank: Bank | None, sample_id: NDArray[np.int64] | None, device: torch.device
 ) -> "Store":
     """Return this worker's store: a client of ``bank``, or a local store without one."""
-    negatives, dim, dtype = config.negatives, config.projection_head.dim, config.bank.dtype
+    negatives, (dim, dtype) = config.negatives, _stored_row(config)
     if negatives.store == "none":
         return NoStore()
     if negatives.store == "queue":
@@ -59,11 +62,21 @@ def build_store(
     assert sample_id is not None, "a memory bank needs the sample ids of the run"
     if bank is None:
         momentum = negatives.bank_momentum
-        slots = MemoryBank(sample_id, dim, seed=config.seed, momentum=momentum, dtype=dtype)
+        settings: dict[str, Any] = {"momentum": momentum, "dtype": dtype, "kind": negatives.store}
+        slots = MemoryBank(sample_id, dim, seed=config.seed, **settings)
     else:
         staleness, barrier = config.bank.max_staleness, partial(wait_for_all, device)
         slots = MemoryBankClient(bank, sample_id, rank=rank(), max_staleness=staleness, barrier=barrier)
+    if negatives.store == "partition":
+        return PartitionStore(BankStore(slots, num_negatives=0, device=device))
     return BankStore(slots, num_negatives=negatives.num_negatives, device=device)
+
+
+def _stored_row(config: RunConfig) -> tuple[int, Precision]:
+    """Return dim and type of the stored rows: embeddings, or the partition functions of each side of a sample."""
+    if config.negatives.store != "partition":
+        return config.projection_head.dim, config.bank.dtype
+    return (2 if config.has_two_towers else 1), "float32"
 
 
 def wait_for_all(device: torch.device) -> None:
@@ -80,11 +93,11 @@ class Store(Protocol):
         ...
 
     def start_download(self, rows: Tensor, views: Views) -> None:
-        """Start to copy the embeddings [local_batch, dim] of these views to the host; collective."""
+        """Start to copy the rows [local_batch, dim] to store for these views to the host; collective."""
         ...
 
     def update(self, *, step: int) -> None:
-        """Store the downloaded embeddings."""
+        """Store the downloaded rows."""
         ...
 
     def save(self, *, step: int) -> None:
@@ -248,6 +261,47 @@ class BankStore:
     def _slots(self, ids: NDArray[np.int64], step: int) -> NDArray[np.int64]:
         drawn = self._bank.draw(self._num_negatives, step=step)
         return np.concatenate([self._bank.slots_of(ids), drawn])
+
+
+@final
+class PartitionStore:
+    """The partition functions of the batch's samples, kept in the slots of a memory bank.
+
+    A function of the last step may lack its newest estimate, as a slot of a memory bank.
+    """
+
+    def __init__(self, slots: BankStore) -> None:
+        self._slots = slots
+
+    def fetch(self, views: Views, *, step: int) -> StoreBatch:
+        """Return the stored logarithms of the samples, and prefetch those of the next step."""
+        stored = self._slots.fetch(views, step=step).key
+        assert stored is not None, "each sample has a slot"
+        return StoreBatch(partition=Partition(stored))
+
+    def start_download(self, rows: Tensor, views: Views) -> None:
+        """Start to copy the estimates of this batch to the host."""
+        self._slots.start_download(rows, views)
+
+    def update(self, *, step: int) -> None:
+        """Move the partition functions towards the estimates."""
+        self._slots.update(step=step)
+
+    def save(self, *, step: int) -> None:
+        """Write the actors' snapshot, with the updates of all workers."""
+        self._slots.save(step=step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the partition functions, unless actors hold them."""
+        return self._slots.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the partition functions, unless actors held them."""
+        self._slots.load_state_dict(state)
+
+    def metrics(self, *, step: int, seconds: float) -> dict[str, float]:
+        """Return the ages of the fetched partition functions, waiting time and restarts."""
+        return self._slots.metrics(step=step, seconds=seconds)
 
 
 @final

@@ -173,6 +173,7 @@ class TrainState:
             refines_logq=correction == "refined",
             normalizer=self.normalizer,
             num_samples=num_samples,
+            bank_momentum=config.negatives.bank_momentum,
         )
         if stage.matryoshka_dims is None:
             return objective

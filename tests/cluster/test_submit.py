@@ -36,6 +36,7 @@ QUEUE = ["negatives.capacity=128"]
 SMALL = {
     "simclr": IMAGES,
     "dcl": IMAGES,
+    "sogclr": IMAGES,
     "supcon": IMAGES,
     "moco_v1": IMAGES + QUEUE,
     "moco_v2": IMAGES + QUEUE,

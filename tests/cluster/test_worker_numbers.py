@@ -38,6 +38,7 @@ OWN: dict[str, dict[str, Any]] = {
     "simclr": IMAGES,
     # At the temperatures of these recipes, rounding grows beyond 1e-4 within 22 and 16 steps.
     "dcl": IMAGES | {"stages.0.temperature": 0.2},
+    "sogclr": IMAGES,
     "supcon": IMAGES | {"stages.0.temperature": 0.2, "data.samples_per_class": 4},
     "moco_v1": IMAGES | QUEUE,
     "moco_v2": IMAGES | QUEUE,

@@ -22,11 +22,12 @@ from raycl.loss_specs import LOSSES, LossSettings
 from raycl.losses import NormalizingConstant
 from raycl.losses.example_ids import ExampleIds, IdExchange
 from raycl.losses.logq import Frequencies
-from raycl.losses.objective import Objective, StoreBatch
+from raycl.losses.objective import Objective, Partition, StoreBatch
 from tests.embeddings import make_rows, make_views, worker_spans
 from tests.plain_losses import (
     plain_bidirectional,
     plain_dcl,
+    plain_gcl,
     plain_hinge,
     plain_info_nce,
     plain_nce,
@@ -40,7 +41,7 @@ from tests.workers.processes import run_workers
 
 # The number of explicit negatives per worker, which varies between batches of clicks.
 NUM_NEGATIVES = {1: (16,), 2: (5, 11), 3: (0, 9, 7), 4: (3, 0, 9, 4)}
-NUM_SLOTS, MARGIN = 50_000, 0.3
+NUM_SLOTS, MARGIN, MOMENTUM = 50_000, 0.3, 0.4
 FREQUENCIES = Frequencies(
     torch.arange(10_000), -5 * torch.rand(10_000, generator=torch.Generator().manual_seed(4))
 )
@@ -103,7 +104,8 @@ class Case:
     """A loss of the product with its settings, its plain formula, and the run that uses it.
 
     ``pairs`` means that queries and keys have ids of their own, ``negatives`` that it uses further negatives,
-    ``own_slot`` that the positive is a slot of a memory bank, ``third_view`` that a sample has three views. ``no_ring`` says why large batches use no ring.
+    ``own_slot`` that the positive is a slot of a memory bank, ``third_view`` that a sample has three views,
+    ``partition`` that it has a stored partition function. ``no_ring`` says why large batches use no ring.
     ``run`` are settings of the recipe.
     """
 
@@ -114,6 +116,7 @@ class Case:
     negatives: bool = False
     own_slot: bool = False
     third_view: bool = False
+    partition: bool = False
     no_ring: str = ""
     recipe: str = "simclr"
     run: Mapping[str, Any] = field(default_factory=dict)
@@ -201,6 +204,18 @@ def _nce(batch: Batch) -> Tensor:
     return plain_nce(*rows, NUM_SLOTS, math.log(NUM_SLOTS) + mean, masked)
 
 
+def stored_partitions(batch: int) -> Tensor:
+    """Return a partition function for each sample of the batch; 0, for none, for every fourth one."""
+    partitions = torch.randn(batch, generator=torch.Generator().manual_seed(8), dtype=torch.float64).exp()
+    return partitions * (torch.arange(batch) % 4 > 0)
+
+
+def _gcl(batch: Batch) -> Tensor:
+    rows, ids = (batch.query, batch.key, batch.temperature), (batch.query_id, batch.query_id)
+    stored = stored_partitions(len(batch.query))
+    return plain_gcl(*rows, stored=stored, momentum=MOMENTUM, num_samples=NUM_SLOTS, ids=ids)[0]
+
+
 def _hinge(batch: Batch, **settings: bool) -> Tensor:
     return plain_hinge(
         batch.query,
@@ -258,6 +273,7 @@ CASES = {
     "siglip": Case(loss="siglip", plain=_siglip, pairs=True, recipe="two_tower"),
     "dcl": Case(loss="dcl", plain=of_views(plain_dcl)),
     "dclw": Case(loss="dclw", plain=of_views(plain_dcl, sigma=0.5)),
+    "gcl": Case(loss="gcl", plain=_gcl, partition=True, recipe="sogclr"),
     "supcon": Case(loss="supcon", plain=_supcon),
     "poly_view": _poly_view_case("geometric"),
     "poly_view, arithmetic": _poly_view_case("arithmetic"),
@@ -344,6 +360,8 @@ def on_a_worker(rank: int, num_workers: int, name: str, setup: Setup) -> tuple[l
     key = other_views(case, query, key)
     if case.own_slot:
         stored = StoreBatch(key=key.detach(), negatives=inputs[5].detach(), negative_id=ids["queue"])
+    elif case.partition:
+        stored = StoreBatch(partition=Partition(stored_partitions(setup.batch)[own, None].log()))
     elif case.negatives and setup.queue:
         stored = StoreBatch(negatives=inputs[5], negative_id=ids["queue"])
     stored = stored.for_batch(batch, inputs[4][explicit] if has_explicit else None)
@@ -360,6 +378,7 @@ def build_objective(case: Case, temperature: Tensor, bias: Tensor) -> Objective:
     """Return the objective of a case, whose normalizing constant comes from its first batch."""
     settings = {"pairs": case.pairs, "margin": MARGIN, **case.settings}
     settings |= {"num_samples": NUM_SLOTS, "normalizer": NormalizingConstant(NUM_SLOTS)}
+    settings["bank_momentum"] = MOMENTUM
     return LOSSES[case.loss].build(LossSettings(temperature=temperature, bias=bias, **settings))
 
 

@@ -105,6 +105,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "simclr": {},
     "simclr with a clipped gradient": {"recipe": "simclr", "optimizer.max_grad_norm": 0.05},
     "simclr with averaged weights": {"recipe": "simclr", "ema_decay": 0.5},
+    "sogclr": {"negatives.bank_momentum": 0.4},
+    "sogclr of many views": {"recipe": "sogclr"} | MANY,
     "simclr of shuffled views": {"recipe": "simclr", "batchnorm": "shuffled", "batchnorm_groups": 4},
     "simclr by the hinge with the hardest negatives": {"recipe": "simclr"} | HARDEST,
     "simclr of many views": {"recipe": "simclr"} | MANY,
@@ -205,7 +207,14 @@ def test_workers_and_chunks_have_the_losses_weights_and_store_of_the_whole_batch
 
 
 @pytest.mark.parametrize(
-    "method", ["simclr", "simclr of many views", "moco with the other keys of the batch as well", "moco_v3"]
+    "method",
+    [
+        "simclr",
+        "simclr of many views",
+        "sogclr",
+        "moco with the other keys of the batch as well",
+        "moco_v3",
+    ],
 )
 def test_rows_too_large_to_gather_use_a_ring_with_the_same_result(method: str) -> None:
     assert_equals_the_whole_batch(method, 2, None, 0)
