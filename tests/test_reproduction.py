@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from raycl.config import leaves
-from raycl.config.overrides import config_to_yaml
+from raycl.config.overrides import config_to_yaml, differences
 from raycl.data.images import Pixels
 from raycl.data.in_memory import Batch
 from raycl.demo.digits import write_digits
@@ -294,6 +294,25 @@ def test_more_views_are_better_if_they_exceed_two_views_at_as_many_encoded_pixel
         assert len(pixels) == 1
 
 
+def test_the_global_loss_is_compared_with_a_large_batch_and_with_other_losses_of_its_batch() -> None:
+    good = {
+        name: near(value)
+        for name, value in {"global": 0.4, "dcl": 0.35, "small": 0.3, "large": 0.405}.items()
+    }
+    assert verdicts("global", good) == [True, True, True]
+    assert verdicts("global", good | {"large": near(0.42)}) == [False, True, True]
+    assert verdicts("global", good | {"small": near(0.4), "dcl": near(0.5)}) == [True, False, False]
+    assert verdicts("global", good | {"global": knn(0.4, 0.4)}) == [None, None, None]
+    for scale in SCALES:
+        runs = {
+            setting.name: FIGURES["global"].config(setting, scale, seed=0)
+            for setting in FIGURES["global"].settings[scale]
+        }
+        changed = set(differences(runs["small"], runs["global"]))
+        assert changed == {"recipe", "stages.0.loss", "negatives.store", "negatives.bank_momentum"}
+        assert set(differences(runs["small"], runs["large"])) == {"stages.0.batch_size"}
+
+
 def leaking(as_is: float, cured: list[float], accuracy: float = 0.3) -> Planted:
     return {
         "local": {"batchnorm_leakage": [as_is] * 3, **near(accuracy)},
@@ -423,7 +442,7 @@ ALIKE = {
     "embedding_std": (0.5, 0.05),
     "steps": (100.0, 0.0),
 }
-NON_INFERIOR_AT = {"negatives": 2, "stages": 1}  # the position of the claim in the figure
+NON_INFERIOR_AT = {"negatives": 2, "stages": 1, "global": 0}  # the position of the claim in the figure
 
 
 def alike(name: str, rng: np.random.Generator, num_seeds: int = 3) -> dict[str, dict[str, list[float]]]:
