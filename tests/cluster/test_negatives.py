@@ -36,6 +36,7 @@ def run_of(method: str, **settings: Any) -> RunConfig:
         "moco_v2": {"negatives.capacity": CAPACITY},
         "moco_v3": {"projection_head.hidden_dim": 64, "prediction_head.hidden_dim": 64},
         "instance_discrimination": {"negatives.num_negatives": 100, "batchnorm": "synchronized"},
+        "sogclr": {"negatives.bank_momentum": 0.5},
     }
     return small_run(method, **{**stores[method], **settings})
 
@@ -154,14 +155,21 @@ def test_streamed_data_trains_with_slots_prefetched_one_step_ahead(data: Path, t
     assert np.isfinite(losses_of(tmp_path / "run")).all()
 
 
-@pytest.mark.parametrize("method", ["moco_v3"])
-def test_a_run_with_a_prediction_head_that_loses_a_worker_equals_an_uninterrupted_run(
-    method: str, data: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("method", "of_whole", "of_interrupted"),
+    [
+        ("moco_v3", {}, {}),
+        ("sogclr", {"bank.location": "worker"}, {"bank.max_staleness": 0, "bank.shards": 2}),
+    ],
+)
+def test_a_run_that_loses_a_worker_equals_an_uninterrupted_run(
+    method: str, of_whole: dict[str, Any], of_interrupted: dict[str, Any], data: Path, tmp_path: Path
 ) -> None:
-    result = trained(run_of(method), data, tmp_path / "whole")
+    """With a prediction head, and with the partition functions of samples, whose actors equal a bank in workers."""
+    result = trained(run_of(method, **of_whole), data, tmp_path / "whole")
     marker = tmp_path / "died"
     arguments = {"channels": 1, "die_at": 8, "marker": str(marker)}
-    trained(run_of(method, **{"encoder.kwargs": arguments}), data, tmp_path / "run")
+    trained(run_of(method, **{"encoder.kwargs": arguments}, **of_interrupted), data, tmp_path / "run")
     assert int(marker.read_text()) == result.steps - 5
     assert_equal_runs(tmp_path / "whole", tmp_path / "run")
     assert all(name.startswith("layers.") for name in weights_of(tmp_path / "run"))
