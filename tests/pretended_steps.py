@@ -85,9 +85,9 @@ CASES = {
     # Not AdamW, which moves a weight as far for a gradient of rounding size.
     "moco_v3": Case("moco_v3", VIT | {"optimizer.name": "sgd"}),
     "instance_discrimination": Case("instance_discrimination", SMALL | {"negatives.num_negatives": 20}),
-    "simcse": Case("simcse"),
-    "simcse chunks": Case("simcse", CHUNKS),
-    "esimcse": Case("esimcse", {"negatives.capacity": 2 * ROWS}),
+    "simcse": Case("simcse", TEXTS),
+    "simcse chunks": Case("simcse", TEXTS | CHUNKS),
+    "esimcse": Case("esimcse", TEXTS | {"negatives.capacity": 2 * ROWS}),
     "two_tower": Case("two_tower", TEXTS),
     "two_tower chunks": Case("two_tower", TEXTS | CHUNKS),
     "two_tower learned temperature": Case("two_tower", TEXTS | {"learn_temperature": True}),

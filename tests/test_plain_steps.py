@@ -117,7 +117,7 @@ RECIPES = {
         "moco_v3",
         SMALL | HEADS | {"augment.views": [{"count": 2}, {"count": 1, "size": 8, "crop_scale": [0.05, 0.4]}]},
     ),
-    "simcse predicted": Case("simcse", PREDICTED, **FEW),
+    "simcse predicted": Case("simcse", TEXTS | PREDICTED, **FEW),
     "instance_discrimination": Case("instance_discrimination", BANK),
     "instance_discrimination, first estimate": Case(
         "instance_discrimination", BANK | {"negatives.normalizer_momentum": None}
@@ -126,9 +126,13 @@ RECIPES = {
         "instance_discrimination", BANK | MIXED | {"stages.0.loss": "info_nce"}
     ),
     "instance_discrimination hinge": Case("instance_discrimination", BANK | HINGE),
-    "simcse queue": Case("simcse", {"negatives.store": "queue", "negatives.capacity": 3 * ROWS}, **FEW),
-    "simcse mixed": Case("simcse", MIXED, **FEW),
-    "esimcse": Case("esimcse", {"negatives.capacity": 3 * ROWS, "text_augment.repetition": 0.0}, **FEW),
+    "simcse queue": Case(
+        "simcse", TEXTS | {"negatives.store": "queue", "negatives.capacity": 3 * ROWS}, **FEW
+    ),
+    "simcse mixed": Case("simcse", TEXTS | MIXED, **FEW),
+    "esimcse": Case(
+        "esimcse", TEXTS | {"negatives.capacity": 3 * ROWS, "text_augment.repetition": 0.0}, **FEW
+    ),
     "two_tower discount": Case(
         "two_tower", TEXTS | {"stages.0.logq_correction": "simple"}, explicit=True, **FEW
     ),
@@ -149,7 +153,7 @@ RECIPES = {
     "siglip": Case("siglip", CASES["clip"].settings | {"stages.0.bias": -2.0}, **FEW),
     "dcl": Case("dcl", SMALL),
     "supcon": Case("supcon", SMALL),
-    "simcse supcon": Case("simcse", {"stages.0.loss": "supcon"}, **FEW),
+    "simcse supcon": Case("simcse", TEXTS | {"stages.0.loss": "supcon"}, **FEW),
     "sogclr": Case("sogclr", SMALL),
     "sogclr, chunks": Case(
         "sogclr", SMALL | CHUNKS | {"negatives.bank_momentum": 0.7, "learn_temperature": True}
