@@ -1,10 +1,9 @@
-"""One S3 server and one local Ray for the whole session; the environment is set before Ray is imported."""
+"""One S3 server for each process; the environment is set before Ray is imported."""
 
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -62,6 +61,7 @@ CORE = (  # the mathematics of a step; `pytest -n 2 -m core` takes less than a m
     "workers/test_shuffle.py",
     "workers/test_step.py",
 )
+CORE_PATHS = {TESTS / name for name in CORE}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -72,25 +72,27 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no other tests than the core tests with ``-m core``."""
+    is_other = collection_path.name.startswith("test_") and collection_path not in CORE_PATHS
+    return True if config.option.markexpr == "core" and is_other else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the core tests."""
-    paths = {TESTS / name for name in CORE}
-    assert all(path.exists() for path in paths), "CORE names a file that does not exist"
+    assert all(path.exists() for path in CORE_PATHS), "CORE names a file that does not exist"
     for item in items:
-        if item.path in paths:
+        if item.path in CORE_PATHS:
             item.add_marker("core")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``pytest -n``, run all tests that need Ray in one process and distribute the others."""
-    from xdist.scheduler import LoadScopeScheduling
+    """With ``pytest -n``, run each file in one process, in the order of their names: those that need Ray are first."""
+    from xdist.scheduler import LoadFileScheduling
 
-    class OneCluster(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return "cluster" if nodeid.startswith("tests/cluster/") else nodeid
-
-    return OneCluster(config, log)
+    config.option.loadscopereorder = False
+    return LoadFileScheduling(config, log)
 
 
 @pytest.fixture(scope="session")
@@ -117,29 +119,6 @@ def s3_server() -> Iterator[str]:
     finally:
         server.terminate()
         server.wait(10)
-
-
-@pytest.fixture(scope="session")
-def ray_cluster(s3_server: str) -> Iterator[None]:
-    """Start a separate Ray with enough CPUs for two workers and the data tasks.
-
-    Its processes inherit this environment, so the S3 server must be started first.
-    """
-    import ray
-
-    # The path of a socket is limited to 107 characters.
-    with tempfile.TemporaryDirectory(prefix="rcl", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        ray.init(
-            address="local",
-            num_cpus=4,
-            include_dashboard=False,
-            _temp_dir=folder,
-            object_store_memory=300 * 2**20,
-            log_to_driver=False,
-            logging_level="ERROR",
-        )
-        yield
-        ray.shutdown()
 
 
 @pytest.fixture(autouse=True)
