@@ -24,6 +24,7 @@ class LossSpec:
         partition: whether it requires the partition function of each sample.
         labels: whether it requires labels.
         all_views: whether it compares all views of a sample at once, instead of pairs of them.
+        row_weights: whether each row has a loss, which ``data.columns.weight`` weights.
         mixes: whether a hinge may be mixed into it.
         predicts: whether its queries may pass through a prediction head.
         learns: scalars that can be learned: ``temperature``, ``bias``.
@@ -40,6 +41,7 @@ class LossSpec:
     partition: bool = False
     labels: bool = False
     all_views: bool = False
+    row_weights: bool = False
     mixes: bool = False
     predicts: bool = False
     learns: tuple[str, ...] = ("temperature",)
@@ -100,7 +102,9 @@ class LossSettings:
 MIXED = "hinge"  # the loss that ``hinge_weight`` mixes into others
 _ANY_KEY = ("tower", "momentum_encoder", "memory_bank")
 LOSSES: dict[str, LossSpec] = {
-    "nt_xent": LossSpec(objective="raycl.losses.nt_xent:NtXent", needs_batch=True, mixes=True),
+    "nt_xent": LossSpec(
+        objective="raycl.losses.nt_xent:NtXent", needs_batch=True, mixes=True, row_weights=True
+    ),
     "info_nce": LossSpec(
         objective="raycl.losses.info_nce:InfoNce",
         keys=_ANY_KEY,
@@ -109,6 +113,7 @@ LOSSES: dict[str, LossSpec] = {
         explicit_negatives=True,
         mixes=True,
         predicts=True,
+        row_weights=True,
         settings=("temperature", "proximal_weight"),
     ),
     "clip": LossSpec(
@@ -119,6 +124,7 @@ LOSSES: dict[str, LossSpec] = {
         explicit_negatives=True,
         needs_batch=True,
         mixes=True,
+        row_weights=True,
         settings=("temperature", "logq_correction"),
     ),
     "nce": LossSpec(
@@ -142,17 +148,21 @@ LOSSES: dict[str, LossSpec] = {
         pairs=True,
         is_for_pairs=True,
         needs_batch=True,
+        row_weights=True,
         learns=("temperature", "bias"),
         settings=("temperature", "bias"),
     ),
-    "dcl": LossSpec(objective="raycl.losses.dcl:Dcl", needs_batch=True),
-    "dclw": LossSpec(objective="raycl.losses.dcl:Dclw", needs_batch=True),
-    "gcl": LossSpec(objective="raycl.losses.gcl:Gcl", needs_batch=True, partition=True),
-    "supcon": LossSpec(objective="raycl.losses.supcon:SupCon", needs_batch=True, labels=True),
+    "dcl": LossSpec(objective="raycl.losses.dcl:Dcl", needs_batch=True, row_weights=True),
+    "dclw": LossSpec(objective="raycl.losses.dcl:Dclw", needs_batch=True, row_weights=True),
+    "gcl": LossSpec(objective="raycl.losses.gcl:Gcl", needs_batch=True, partition=True, row_weights=True),
+    "supcon": LossSpec(
+        objective="raycl.losses.supcon:SupCon", needs_batch=True, labels=True, row_weights=True
+    ),
     "poly_view": LossSpec(
         objective="raycl.losses.poly_view:PolyView",
         needs_batch=True,
         all_views=True,
+        row_weights=True,
         settings=("temperature", "view_mean"),
     ),
 }

@@ -171,7 +171,7 @@ MUTATIONS = [
     Mutation(
         "the proximal term is omitted",
         "raycl/losses/nce.py",
-        "    return loss + weight * proximal_term(query, stored.key)",
+        "    return loss + weight * proximal_term(query, stored.key, row_weight)",
         "    return loss",
     ),
     Mutation(
@@ -250,10 +250,38 @@ MUTATIONS = [
         "tests/workers/test_objectives.py",
     ),
     Mutation(
+        "the gradient of negatives ignores the weight of its row",
+        "raycl/losses/softmax.py",
+        "of_positives * positive_weight, logsumexp - own.log2()",
+        "of_positives * positive_weight, logsumexp",
+        "tests/test_row_weights.py",
+    ),
+    Mutation(
+        "weights have a mean of 1 on each worker, not over all workers",
+        "raycl/losses/example_ids.py",
+        "all_sum(weight.sum())",
+        "weight.sum() * num_workers()",
+        "tests/workers/test_objectives.py",
+    ),
+    Mutation(
+        "a ring pulls the rows of SupCon without the weights of the others",
+        "raycl/losses/supcon.py",
+        "weight[:, None] * views",
+        "views",
+        "tests/workers/test_objectives.py",
+    ),
+    Mutation(
+        "the weights of a batch are those of other rows",
+        "raycl/training/views.py",
+        "torch.from_numpy(weight)",
+        "torch.from_numpy(weight[::-1].copy())",
+        "tests/test_row_weights.py",
+    ),
+    Mutation(
         "a row of SupCon is its own positive",
         "raycl/losses/supcon.py",
-        "self._weight * (totals[self._own] - self._rows)",
-        "self._weight * totals[self._own].repeat(2, 1, 1)",
+        "self._share * (totals[self._own] - self._rows)",
+        "self._share * totals[self._own].repeat(2, 1, 1)",
         "tests/test_supcon.py",
     ),
     Mutation(

@@ -14,6 +14,11 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
+def weighted_mean(losses: Tensor, weight: Tensor | None) -> Tensor:
+    """Return the mean of the losses of rows, or their mean with weights."""
+    return losses.mean() if weight is None else (weight * losses).sum() / weight.sum()
+
+
 def are_known(query_id: Tensor, candidate_id: Tensor, pairs: tuple[Tensor, Tensor]) -> Tensor:
     """Return for each query and candidate whether their ids form one of the pairs, one by one."""
     known = set(zip(*(ids.tolist() for ids in pairs), strict=True))
@@ -39,6 +44,7 @@ def plain_nt_xent(
     *,
     offset: int = 0,
     ids: tuple[Tensor, Tensor] | None = None,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """Compute the loss as in the paper: the full matrix, one cross entropy."""
     gathered_a = view_a if gathered_a is None else gathered_a
@@ -52,7 +58,8 @@ def plain_nt_xent(
         masked |= ids[0].repeat(2)[:, None] == ids[1].repeat(2)
     masked[torch.arange(len(own)), own] = True
     masked[torch.arange(len(own)), positive] = False
-    return F.cross_entropy(logits.masked_fill(masked, -torch.inf), positive)
+    losses = F.cross_entropy(logits.masked_fill(masked, -torch.inf), positive, reduction="none")
+    return weighted_mean(losses, None if weight is None else weight.repeat(2))
 
 
 def plain_dcl(
@@ -62,21 +69,22 @@ def plain_dcl(
     *,
     sigma: float | None = None,
     ids: tuple[Tensor, Tensor] | None = None,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """Compute the loss as in the paper, row by row: no view of the row's sample is a negative."""
     similarity = (view_a * view_b).sum(1)
-    weight = torch.ones_like(similarity)
+    of_positive = torch.ones_like(similarity)
     if sigma is not None:
         scores = (similarity.detach() / sigma).exp()
-        weight = 2 - scores / scores.mean()
+        of_positive = 2 - scores / scores.mean()
     rows, sample = torch.cat([view_a, view_b]), torch.arange(len(view_a)) if ids is None else ids[0]
     losses = []
     for i, row in enumerate(rows):
         k = i % len(view_a)
         negatives = rows[(sample != sample[k]).repeat(2) & (torch.arange(len(rows)) % len(view_a) != k)]
         positive = similarity[k] / temperature
-        losses.append((negatives @ row / temperature).logsumexp(0) - weight[k] * positive)
-    return torch.stack(losses).mean()
+        losses.append((negatives @ row / temperature).logsumexp(0) - of_positive[k] * positive)
+    return weighted_mean(torch.stack(losses), None if weight is None else weight.repeat(2))
 
 
 def plain_gcl(
@@ -88,6 +96,7 @@ def plain_gcl(
     momentum: float,
     num_samples: int,
     ids: tuple[Tensor, Tensor] | None = None,
+    weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the loss as in the paper's algorithm 1, given u of each sample (0: none), and the batch's own u."""
     rows, sample = torch.cat([view_a, view_b]), torch.arange(len(view_a)) if ids is None else ids[0]
@@ -106,7 +115,8 @@ def plain_gcl(
         slope = mean / of_view.detach() - positive
         losses.append(value.detach() + slope - slope.detach())
         means.append(mean.detach())
-    return torch.stack(losses).mean(), torch.stack(means).view(2, -1).mean(0)
+    loss = weighted_mean(torch.stack(losses), None if weight is None else weight.repeat(2))
+    return loss, torch.stack(means).view(2, -1).mean(0)
 
 
 def plain_info_nce(
@@ -120,6 +130,7 @@ def plain_info_nce(
     ids: tuple[Tensor, Tensor] | None = None,
     negative_id: Tensor | None = None,
     pair_ids: tuple[Tensor, Tensor] | None = None,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """Compute the loss as in the papers: own key first, then all candidates, cross entropy."""
     index = torch.arange(len(query)) + offset
@@ -139,7 +150,8 @@ def plain_info_nce(
         masked.append(same if negative_id is None or ids is None else ids[0][:, None] == negative_id)
     logits = torch.cat(similarity, 1) / temperature
     logits = logits.masked_fill(torch.cat(masked, 1), -torch.inf)
-    return F.cross_entropy(logits, torch.zeros(len(query), dtype=torch.int64))
+    losses = F.cross_entropy(logits, torch.zeros(len(query), dtype=torch.int64), reduction="none")
+    return weighted_mean(losses, weight)
 
 
 def plain_bidirectional(
@@ -155,6 +167,7 @@ def plain_bidirectional(
     key_log_frequency: Tensor | None = None,
     negative_log_frequency: Tensor | None = None,
     refines_logq: bool = False,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """Write the loss down with all pairs of the batch at once; ``own`` are this worker's."""
     pair = torch.arange(len(keys))
@@ -174,10 +187,11 @@ def plain_bidirectional(
     back = similarity.T.masked_fill(false.T, -torch.inf)
     if refines_logq:
         assert key_log_frequency is not None, "the refined correction needs frequencies"
-        to_keys = plain_refined_logq(forth, similarity.diagonal(), key_log_frequency.double())[own].mean()
+        to_keys = plain_refined_logq(forth, similarity.diagonal(), key_log_frequency.double())[own]
     else:
-        to_keys = F.cross_entropy(forth[own], pair[own])
-    return (to_keys + F.cross_entropy(back[own], pair[own])) / 2
+        to_keys = F.cross_entropy(forth[own], pair[own], reduction="none")
+    to_queries = F.cross_entropy(back[own], pair[own], reduction="none")
+    return weighted_mean((to_keys + to_queries) / 2, None if weight is None else weight[own])
 
 
 def plain_refined_logq(corrected: Tensor, positive: Tensor, log_frequency: Tensor) -> Tensor:
@@ -277,6 +291,7 @@ def plain_poly_view(
     mean: str,
     ids: Tensor | None = None,
     own: Sequence[int] | None = None,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """Compute each probability by itself: of another view of the row's sample among the views of other samples."""
     num_samples, rows = len(views[0]), torch.cat(list(views))
@@ -295,11 +310,16 @@ def plain_poly_view(
         )
         log_mean = log_p.mean() if mean == "geometric" else log_p.exp().mean().log()
         losses.append(-log_mean)
-    return torch.stack(losses).mean()
+    return weighted_mean(torch.stack(losses), None if weight is None else weight.repeat(len(views)))
 
 
 def plain_supcon(
-    rows: Tensor, label: Tensor, temperature: Tensor, *, own: Sequence[int] | None = None
+    rows: Tensor,
+    label: Tensor,
+    temperature: Tensor,
+    *,
+    own: Sequence[int] | None = None,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """Compute equation 2 of the paper, row by row; ``own`` selects the rows of one worker."""
     losses = []
@@ -308,7 +328,7 @@ def plain_supcon(
         logits = (rows @ rows[i] / temperature)[others]
         positive = torch.tensor([bool(label[j] == label[i]) for j in others])
         losses.append(-(logits[positive] - logits.exp().sum().log()).sum() / positive.sum())
-    return torch.stack(losses).mean()
+    return weighted_mean(torch.stack(losses), weight)
 
 
 def plain_siglip(
@@ -319,6 +339,7 @@ def plain_siglip(
     *,
     own: slice = slice(None),
     pair_ids: tuple[Tensor, Tensor] | None = None,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """Compute the loss as in the paper: a label of 1 or -1 for every query and key."""
     labels = 2 * torch.eye(len(keys), dtype=queries.dtype) - 1
@@ -326,4 +347,4 @@ def plain_siglip(
     if pair_ids is not None:
         false = are_known(*pair_ids, pair_ids) & (labels < 0)
         losses = losses.masked_fill(false, 0.0)
-    return losses[own].sum(1).mean()
+    return weighted_mean(losses[own].sum(1), weight)

@@ -31,6 +31,7 @@ from tests.plain_losses import (
     plain_poly_view,
     plain_siglip,
     plain_supcon,
+    weighted_mean,
 )
 
 
@@ -344,21 +345,28 @@ class PlainRun:
         if share < 1:
             loss = loss + (1 - share) * self.entropy(query, positive, others, ids, views)
         if self.slots is not None:
-            loss = loss + stage.proximal_weight * (query - positive).square().sum(1).mean()
+            distance = (query - positive).square().sum(1)
+            loss = loss + stage.proximal_weight * weighted_mean(distance, self.names.weight)
         return loss
 
     def of_views(self, query: Tensor, positive: Tensor, temperature: Tensor, query_id: Tensor) -> Tensor:
         """Return a cross-entropy of the views of each sample."""
+        weight = self.names.weight
         if self.stage.loss == "nt_xent":
-            return plain_nt_xent(query, positive, temperature, ids=(query_id, query_id))
+            return plain_nt_xent(query, positive, temperature, ids=(query_id, query_id), weight=weight)
         if self.stage.loss in ("dcl", "dclw"):
             sigma = 0.5 if self.stage.loss == "dclw" else None
-            return plain_dcl(query, positive, temperature, sigma=sigma, ids=(query_id, query_id))
+            return plain_dcl(
+                query, positive, temperature, sigma=sigma, ids=(query_id, query_id), weight=weight
+            )
         if self.stage.loss == "poly_view":
             of_sample = query, *positive.split(len(query))
-            return plain_poly_view(of_sample, temperature, mean=self.stage.view_mean, ids=query_id)
+            return plain_poly_view(
+                of_sample, temperature, mean=self.stage.view_mean, ids=query_id, weight=weight
+            )
         assert self.names.label is not None
-        return plain_supcon(torch.cat([query, positive]), self.names.label.repeat(2), temperature)
+        weight, label = None if weight is None else weight.repeat(2), self.names.label.repeat(2)
+        return plain_supcon(torch.cat([query, positive]), label, temperature, weight=weight)
 
     def entropy(
         self,
@@ -389,7 +397,9 @@ class PlainRun:
             return plain_nce(query, positive, others, temperature, len(self.slots), log_normalizer, masked)
         if self.stage.loss == "siglip":
             bias = self.bias if self.config.learn_temperature else self.bias.detach()
-            return plain_siglip(query, positive, temperature, bias, pair_ids=(query_id, key_id))
+            return plain_siglip(
+                query, positive, temperature, bias, pair_ids=(query_id, key_id), weight=self.names.weight
+            )
         if self.stage.loss == "info_nce":
             pairs = (query_id, key_id) if self.config.has_two_towers else None
             return plain_info_nce(
@@ -401,6 +411,7 @@ class PlainRun:
                 ids=None if pairs else (query_id, query_id),
                 negative_id=other_id,
                 pair_ids=pairs,
+                weight=self.names.weight,
             )
         frequency: list[Tensor | None] = [None, None]
         if self.stage.logq_correction != "none":
@@ -418,6 +429,7 @@ class PlainRun:
             key_log_frequency=frequency[0],
             negative_log_frequency=frequency[1],
             refines_logq=self.stage.logq_correction == "refined",
+            weight=self.names.weight,
         )
 
     def of_data(
@@ -433,6 +445,7 @@ class PlainRun:
             momentum=self.config.negatives.bank_momentum,
             num_samples=self.num_samples,
             ids=(sample_id, sample_id),
+            weight=self.names.weight,
         )
         return loss
 

@@ -184,6 +184,8 @@ def batch(
         contents["negatives"] = TokenLists(texts(2 * rows), np.full(rows, 2))
         contents["document_id"] = Ids(np.arange(rows), np.ones(rows, np.int64))
         contents["query_id"] = Ids(np.arange(rows) // 2, np.ones(rows, np.int64))
+    if config.data.columns.weight is not None:
+        contents["weight"] = rng.integers(0, 4, rows).astype(np.float64)
     ids = np.arange(rows, dtype=np.int64) + (step % 3) * rows
     return Batch(contents=contents, sample_id=ids, label=np.arange(rows) % 4, epoch=0)
 

@@ -187,6 +187,16 @@ def test_ids_are_written_if_the_dataset_has_them() -> None:
         assert not any(None in row.get("negative_ids", []) for row in table)
 
 
+def test_pairs_keep_their_weights_and_a_pair_with_two_weights_is_refused() -> None:
+    rows = {"query": ["a", "b", "a", "c"], "document": ["x", "y", "x", "y"], "weight": [2, 0, 2, 0.5]}
+    table, _ = mined_from(rows, [1, 1, 1, 0])
+    assert [(row["query"], row["weight"]) for row in table] == [("a", 2), ("b", 0)]
+    with pytest.raises(
+        DataError, match="query 'a' and document 'x' has the weights 2 and 3; give all of its"
+    ):
+        mined_from(rows | {"weight": [2, 0, 3, 0.5]})
+
+
 def test_pairs_and_ids_are_read_as_in_a_run_and_unusable_pairs_are_invalid(tmp_path: Path) -> None:
     path, names = str(tmp_path / "pairs.parquet"), ColumnNames(query="q", query_id="user")
     rows = {

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from raycl.data import in_memory
+from raycl.data.in_memory import Batch
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.logq import Frequencies
 from raycl.training.views import Views
@@ -41,6 +43,7 @@ MIXED = {"stages.0.hinge_weight": 0.3}
 PREFIXES = {"stages.0.matryoshka_dims": (4, 8), "stages.0.matryoshka_weights": (0.5, 2.0)}
 HEADS = {"projection_head.hidden_dim": 32, "prediction_head.hidden_dim": 32}
 PREDICTED = {"stages.0.loss": "info_nce", "prediction_head.num_layers": 2}
+WEIGHTS = {"data.columns.weight": "weight"}
 BATCH_ONLY = {"negatives.explicit": False}
 LARGE_CROPS = {"augment.views": [{"count": 2}, {"count": 2, "size": 24}]}
 RECIPES = {
@@ -62,15 +65,16 @@ RECIPES = {
         "simclr", SMALL | VIEWS | LARGE_QUEUE | {"negatives.store": "queue", "stages.0.loss": "info_nce"}
     ),
     "simclr views, mixed": Case("simclr", SMALL | VIEWS | MIXED | {"learn_temperature": True}),
-    "simclr views, prefixes": Case("simclr", SMALL | VIEWS | PREFIXES),
+    "simclr views, prefixes, weights": Case("simclr", SMALL | VIEWS | PREFIXES | WEIGHTS),
     "simclr views, group norm, chunks": Case("simclr", SMALL | LARGE_CROPS | CHUNKS | {"batchnorm": "group"}),
     "simclr views, small crops": Case(
         "simclr", SMALL | {"augment.views": [{"count": 2}, {"count": 4, "size": 8}], "stages.0.loss": "dclw"}
     ),
-    "simclr poly_view, arithmetic, chunks": Case(
+    "simclr poly_view, arithmetic, chunks, weights": Case(
         "simclr",
         SMALL
         | VIEWS
+        | WEIGHTS
         | CHUNKS
         | PREFIXES
         | {"stages.0.loss": "poly_view", "stages.0.view_mean": "arithmetic", "learn_temperature": True},
@@ -100,7 +104,7 @@ RECIPES = {
         "moco_v2", SMALL | LARGE_QUEUE | MIXED | {"batchnorm": "synchronized", "negatives.in_batch": True}
     ),
     "moco_v3": Case("moco_v3", VIT),
-    "moco_v3 chunks": Case("moco_v3", VIT | CHUNKS),
+    "moco_v3 chunks, weights": Case("moco_v3", VIT | CHUNKS | WEIGHTS),
     "moco_v3 shuffled, queue": Case(
         "moco_v3",
         SMALL
@@ -124,6 +128,9 @@ RECIPES = {
     ),
     "instance_discrimination info_nce": Case(
         "instance_discrimination", BANK | MIXED | {"stages.0.loss": "info_nce"}
+    ),
+    "instance_discrimination info_nce, weights": Case(
+        "instance_discrimination", BANK | WEIGHTS | {"stages.0.loss": "info_nce"}
     ),
     "instance_discrimination hinge": Case("instance_discrimination", BANK | HINGE),
     "simcse queue": Case(
@@ -153,12 +160,12 @@ RECIPES = {
     "siglip": Case("siglip", CASES["clip"].settings | {"stages.0.bias": -2.0}, **FEW),
     "dcl": Case("dcl", SMALL),
     "supcon": Case("supcon", SMALL),
-    "simcse supcon": Case("simcse", TEXTS | {"stages.0.loss": "supcon"}, **FEW),
+    "simcse supcon, weights": Case("simcse", TEXTS | WEIGHTS | {"stages.0.loss": "supcon"}, **FEW),
     "sogclr": Case("sogclr", SMALL),
-    "sogclr, chunks": Case(
-        "sogclr", SMALL | CHUNKS | {"negatives.bank_momentum": 0.7, "learn_temperature": True}
+    "sogclr, chunks, weights": Case(
+        "sogclr", SMALL | CHUNKS | WEIGHTS | {"negatives.bank_momentum": 0.7, "learn_temperature": True}
     ),
-    "simclr siglip, chunks": Case("simclr", SMALL | CHUNKS | SIGLIP),
+    "simclr siglip, chunks, weights": Case("simclr", SMALL | CHUNKS | SIGLIP | WEIGHTS),
     "two_tower queue": Case(
         "two_tower", TEXTS | {"negatives.store": "queue", "negatives.capacity": 3 * ROWS}, **FEW
     ),
@@ -183,7 +190,7 @@ def test_five_steps_equal_plain_torch(name: str) -> None:
     if worker.learner.ema is not None:
         worker.learner.ema.double()
     batches = [in_float64(views) for views in worker.maker.views(worker.batches(STEPS))]
-    names = [worker.maker.transform.example_ids(rows) for rows in worker.batches(STEPS)]
+    names = [names_of(worker, rows) for rows in worker.batches(STEPS)]
     count = synthetic_counts(names) if worker.stage.logq_correction != "none" else {}
     worker.frequencies = Frequencies(
         torch.tensor(sorted(count)),
@@ -244,6 +251,12 @@ def test_averaged_weights_continue_from_a_checkpoint_to_the_last_bit() -> None:
     assert first.learner.ema is not None and first.learner.evaluated is first.learner.ema.tower
     expected = first.learner.evaluated.state_dict()
     assert all(each.equal(expected[name]) for name, each in resumed.learner.evaluated.state_dict().items())
+
+
+def names_of(worker: Worker, rows: Batch) -> ExampleIds:
+    weight = in_memory.weights_of(rows)
+    names = worker.maker.transform.example_ids(rows)
+    return names if weight is None else replace(names, weight=torch.from_numpy(weight))
 
 
 def in_float64(views: Views) -> Views:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from raycl.config.conditions import why_inactive
 from raycl.config.schema import SMALLEST_VIEW
 from raycl.config.stage import Stage
-from raycl.loss_specs import LOSSES, join_names
+from raycl.loss_specs import LOSSES, MIXED, join_names
 from raycl.models.registry import VITS
 
 if TYPE_CHECKING:
@@ -179,8 +179,24 @@ def _check_views(run: "RunConfig") -> str | None:
 
 
 def _check_losses(run: "RunConfig") -> str | None:
-    found = (_problem_of_loss(run, stage.loss) or _problem_of_prefixes(run, stage) for stage in run.stages)
+    found = (
+        _problem_of_loss(run, stage.loss)
+        or _problem_of_prefixes(run, stage)
+        or _problem_of_weights(run, stage)
+        for stage in run.stages
+    )
     return next(filter(None, found), None)
+
+
+def _problem_of_weights(run: "RunConfig", stage: Stage) -> str | None:
+    """Return a message if rows have weights and the loss, or a hinge mixed into it, does not use them."""
+    if run.data.columns.weight is None or (LOSSES[stage.loss].row_weights and not stage.has_hinge):
+        return None
+    loss = stage.loss if not LOSSES[stage.loss].row_weights else MIXED
+    return (
+        f"loss {loss} does not weight rows; remove data.columns.weight, or set loss to "
+        f"{join_names(name for name, spec in LOSSES.items() if spec.row_weights)} without a hinge_weight"
+    )
 
 
 def _problem_of_prefixes(run: "RunConfig", stage: Stage) -> str | None:

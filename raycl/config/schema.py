@@ -77,6 +77,9 @@ class Columns(Section):
     negative_ids: str | None = None
     """Lists of ids, one per explicit negative."""
 
+    weight: str | None = None
+    """Weights of the samples in the loss, finite numbers of at least 0. ``None`` reads no weights."""
+
     label: str | None = None
     """Integer or text labels: classes for the evaluation, or 1 and 0 for clicked and skipped documents."""
 

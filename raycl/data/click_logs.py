@@ -211,9 +211,14 @@ def grouped_columns(columns: ColumnNames) -> ColumnNames:
 
 
 def check_labels(columns: ColumnNames) -> None:
-    """Raise if a dataset has both labels and a list of negatives."""
+    """Raise if a dataset has both labels and a list of negatives or weights."""
     if columns.label is not None and columns.negatives is not None:
         raise DataError(
             f"the dataset has labels ({columns.label!r}) and lists of negatives ({columns.negatives!r}): "
             "remove one of the two columns"
+        )
+    if columns.label is not None and columns.weight is not None:
+        raise DataError(
+            f"the dataset has labels ({columns.label!r}), so that rows become pairs, which have no weight "
+            f"({columns.weight!r}); remove data.columns.weight, or give pairs without labels"
         )

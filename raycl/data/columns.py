@@ -19,7 +19,7 @@ class ColumnNames:
 
     A dataset holds an ``image``, a ``text``, an ``image`` with its ``caption``, or pairs of ``query`` and
     ``document``. A text or a caption may be a list of texts with the same meaning. Pairs may have a list
-    of ``negatives``, and ids for queries, documents and negatives.
+    of ``negatives``, and ids for queries, documents and negatives. Rows of any kind may have a ``weight``.
     """
 
     image: str | None = "image"
@@ -31,6 +31,7 @@ class ColumnNames:
     query_id: str | None = None
     document_id: str | None = None
     negative_ids: str | None = None
+    weight: str | None = None
     label: str | None = None
     sample_id: str | None = None
 
@@ -128,6 +129,10 @@ def _is_label(kind: pa.DataType) -> bool:
     return is_text(kind) or pa.types.is_integer(values) or pa.types.is_boolean(values)
 
 
+def _is_number(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind)
+
+
 # The accepted types of each role, and the message for other types.
 _KINDS: dict[str, tuple[Callable[[pa.DataType], bool], str]] = {
     "image": (_is_image, "images must be encoded bytes, or structs of bytes and path"),
@@ -139,4 +144,5 @@ _KINDS: dict[str, tuple[Callable[[pa.DataType], bool], str]] = {
     "query_id": (_is_id, "ids must be integers or text"),
     "document_id": (_is_id, "ids must be integers or text"),
     "negative_ids": (_are_ids, "ids of negatives must be lists of integers or text"),
+    "weight": (_is_number, "weights must be numbers"),
 }

@@ -14,7 +14,7 @@ from raycl.data.ids import Ids
 from raycl.data.images import Pixels
 from raycl.data.texts import TokenLists, Tokens, num_tokens
 
-Content = Pixels | Tokens | TokenLists | Ids
+Content = Pixels | Tokens | TokenLists | Ids | NDArray[np.float64]
 
 
 @final
@@ -128,3 +128,10 @@ def ids_of(batch: Batch, role: str) -> Ids | None:
     ids = batch.contents.get(role)
     assert ids is None or isinstance(ids, Ids), f"the role {role} holds ids"
     return ids
+
+
+def weights_of(batch: Batch) -> NDArray[np.float64] | None:
+    """Return the weights of the rows of a batch, if they have any."""
+    weights = batch.contents.get("weight")
+    assert weights is None or isinstance(weights, np.ndarray), "the role weight holds numbers"
+    return weights

@@ -17,6 +17,7 @@ from raycl.data.columns import ColumnNames, is_list, is_text
 from raycl.data.ids import content_ids, stable_ids
 from raycl.data.images import EXTENSIONS, is_image_struct, read_image, struct_images
 from raycl.data.labels import NO_LABEL, are_numbers, class_names, label_numbers
+from raycl.data.weights import check_weight_columns
 from raycl.errors import DataError, first_line
 from raycl.storage import Place, absolute, check_plain, is_unreachable
 
@@ -89,7 +90,7 @@ class RawRows:
         if columns.sample_id is not None:
             ids = stable_ids(table[columns.sample_id].to_pylist())
         elif ids is None:
-            ids = content_ids(values)
+            ids = content_ids({role: each for role, each in values.items() if role != "weight"})
         label = np.full(len(ids), NO_LABEL, np.int64)
         if columns.label is not None:
             label = label_numbers(table[columns.label], classes)
@@ -261,6 +262,9 @@ def _parquet_source(uri: str, files: list[str], columns: ColumnNames) -> Source:
             first_id += stop - start
     if not first_id:
         raise DataError(f"{uri} holds no rows; give a dataset with at least one batch")
+    if columns.weight is not None:
+        parts = ((str(place), _column(place, columns.weight)) for place in places)
+        check_weight_columns(parts, where=uri)
     return Source(
         uri=uri,
         kind="parquet",
@@ -326,11 +330,12 @@ def _class_names(places: list[Place], schema: pa.Schema, label: str | None) -> t
     """Return the sorted class names of text labels; reads that column."""
     if label is None or are_numbers(schema.field(label).type):
         return None
-    columns = []
-    for place in places:
-        with open_parquet(place) as file:
-            columns.append(file.read([label])[label])
-    return class_names(columns)
+    return class_names([_column(place, label) for place in places])
+
+
+def _column(place: Place, name: str) -> pa.ChunkedArray:
+    with open_parquet(place) as file:
+        return file.read([name])[name]
 
 
 def _cut(group_sizes: list[int]) -> Iterator[tuple[int, int]]:

@@ -62,13 +62,13 @@ def mine_negatives(
     ``run``. Documents known to match the query, by text or by id, are skipped, and so is its own text. A
     document nearer to the query than ``max_relative_score`` times its positive is skipped too, since it may well match
     (Moreira et al., 2024). ``data`` holds pairs with a label, with lists of negatives, or neither.
-    ``output`` has ``query``, ``document``, ``negatives``, and the ids of ``data`` as integers. The
-    distinct texts of ``data`` stay in this process, their embeddings in Ray's object store.
+    ``output`` has ``query``, ``document``, ``negatives``, the ids of ``data`` as integers, and a ``weight`` if
+    ``columns`` names one. The distinct texts of ``data`` stay in this process, their embeddings in Ray's object store.
 
     Raises:
         ConfigError: ``num_negatives`` or ``max_relative_score`` is not positive, or the encoder takes images.
         StorageError: ``output`` exists.
-        DataError: A column is missing, or no pair matches.
+        DataError: A column is missing, no pair matches, or a repeated pair has several weights.
     """
     check_mining(num_negatives, max_relative_score)
     run, data, output = os.fspath(run), os.fspath(data), os.fspath(output)
@@ -160,6 +160,7 @@ class _Pairs:
         if not positive:
             raise DataError("no pair has label 1; mining needs queries with a matching document")
         self.positive = np.array(list(dict.fromkeys(positive)), np.int64)
+        self._weights = _weights_of(values)
         own_text = [(number, document[text]) for text, number in query.items() if text in document]
         self._matches: dict[int, set[int]] = {}
         for q, d in [*positive, *own_text]:
@@ -213,11 +214,28 @@ class _Pairs:
                 "query_id": self.query.ids.get(q),
                 "document_id": document.ids.get(d),
                 "negative_ids": [document.ids.get(place) for place in negatives],
+                "weight": self._weights.get((self.query.texts[q], document.texts[d])),
             }
-            rows.append({name: row[name] for name in ("query", "document", "negatives", *self._ids)})
+            names = ("query", "document", "negatives", *self._ids, *(["weight"] if self._weights else []))
+            rows.append({name: row[name] for name in names})
         return pa.Table.from_pylist(rows), Mined(
             num_pairs=len(rows), num_negatives=num_mined, num_too_near=num_too_near
         )
+
+
+def _weights_of(values: Values) -> dict[tuple[str, str], float]:
+    """Return the weight of each positive pair by its texts; raises ``DataError`` if a pair has several weights."""
+    found: dict[tuple[str, str], float] = {}
+    if "weight" not in values.by_role:
+        return found
+    columns = (values.by_role[role] for role in ("query", "document", "weight"))
+    for query, document, weight, label in zip(*columns, values.label.tolist(), strict=True):
+        if label != 0 and found.setdefault((query, document), weight) != weight:
+            raise DataError(
+                f"the pair of query {query!r} and document {document!r} has the weights "
+                f"{found[query, document]:g} and {weight:g}; give all of its rows the same weight"
+            )
+    return found
 
 
 def _search_in_tasks(query: Tensor, document: Tensor, matches: NDArray[np.int64], *, k: int) -> Ranking:

@@ -60,6 +60,15 @@ def check_sample_id(sample_id: Tensor | None, rows: Tensor, name: str = "sample_
         )
 
 
+def checked_weight(weight: Tensor | None, rows: Tensor) -> Tensor | None:
+    """Return the weights without gradient, in the precision of the rows; raise unless there is one per row."""
+    if weight is not None and weight.shape != rows.shape[:1]:
+        raise ConfigError(
+            f"weight does not match its rows: got {list(weight.shape)} weights for {len(rows)} rows; pass one per row"
+        )
+    return None if weight is None else weight.detach().to(torch.promote_types(rows.dtype, torch.float32))
+
+
 def check_companion(name: str, value: Tensor | None, needed: str, companion: Tensor | None) -> None:
     """Raise if a tensor is given without the tensor that it requires."""
     if value is not None and companion is None:

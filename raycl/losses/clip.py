@@ -19,6 +19,7 @@ from raycl.losses.checks import (
     check_pair,
     checked_pair_ids,
     checked_temperature,
+    checked_weight,
 )
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.false_negatives import key_mask, query_mask
@@ -26,7 +27,7 @@ from raycl.losses.info_nce import ring_info_nce
 from raycl.losses.logq import checked_log_frequency, logit_biases, refined_row_loss
 from raycl.losses.mutual import MutualSoftmax
 from raycl.losses.objective import StoreBatch, gathered
-from raycl.losses.softmax import RowGroup, cross_entropy, evaluate_softmax
+from raycl.losses.softmax import RowGroup, cross_entropy, evaluate_softmax, weighted
 from raycl.losses.tiled import (
     BLOCK_ROWS,
     LOG2_E,
@@ -60,6 +61,7 @@ def clip(
     gathered_key_log_frequency: Tensor | None = None,
     negative_log_frequency: Tensor | None = None,
     refines_logq: bool = False,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """Classify each query's key among keys and each key's query among queries (Radford et al., 2021).
 
@@ -101,6 +103,8 @@ def clip(
         negative_log_frequency: [num_negatives], log Q of the negatives.
         refines_logq: whether log Q, now of frequencies between 0 and 1, corrects the negatives of a query alone,
             as in Khrylchenko et al. (2025); see :func:`raycl.losses.logq.refined_logq`.
+        weight: [local_batch], the weight of each pair in the mean; of mean 1 over all workers for a
+            weighted mean. No gradient.
 
     Returns:
         A scalar, float32 (float64 for float64 embeddings). It can be differentiated once, with
@@ -140,9 +144,10 @@ def clip(
     )
     rows = working_precision(queries)
     biases = None if frequencies is None else logit_biases(*frequencies, rows)
+    weight = checked_weight(weight, query)
     is_local = gathered_key is None and len(others) == 0 and not others.requires_grad and biases is None
     if is_local:
-        evaluate = partial(_evaluate_local, pair_ids=ids)
+        evaluate = partial(_evaluate_local, pair_ids=ids, weight=weight)
         return fused(evaluate, rows, keys.to(rows), checked_temperature(temperature, rows))
     evaluate = partial(
         _evaluate,
@@ -151,6 +156,7 @@ def clip(
         negative_id=negative_id,
         biases=biases,
         refined=key_log_frequency if refines_logq else None,
+        weight=weight,
     )
     # A half-precision queue that requires no gradient is converted tile by tile.
     others = others.to(rows) if others.requires_grad else others
@@ -163,6 +169,7 @@ def _evaluate_local(
     temperature: Tensor,
     *,
     pair_ids: tuple[Tensor, Tensor] | None,
+    weight: Tensor | None,
     with_gradient: bool,
 ) -> tuple[Tensor, Gradients]:
     """Return the loss between queries and keys [batch, dim]; both directions share one product per tile."""
@@ -172,7 +179,7 @@ def _evaluate_local(
     bound = read_bound(queries, longest(keys, queries.dtype), temperature, mask)
     scale = LOG2_E / temperature
     mutual = MutualSoftmax(queries, keys, scale=scale, bound=bound, diagonals=(0,), spans=cuts, mask=mask)
-    of_queries, of_keys = mutual.sums((queries * scale * keys).sum(1))
+    of_queries, of_keys = mutual.sums((queries * scale * keys).sum(1), weighted(cross_entropy, weight))
     loss = (of_queries.loss + of_keys.loss).mean() / 2
     wanted = queries.requires_grad or temperature.requires_grad, keys.requires_grad
     if not with_gradient or not any(wanted):
@@ -196,6 +203,7 @@ def _evaluate(
     negative_id: Tensor | None,
     biases: tuple[Tensor, Tensor] | None,
     refined: Tensor | None,
+    weight: Tensor | None,
     with_gradient: bool,
 ) -> tuple[Tensor, Gradients]:
     """Return the loss of the local pairs against all workers' pairs and negatives, in one pass per direction.
@@ -232,7 +240,7 @@ def _evaluate(
             bound=bound,
             mask=mask,
             biases=of_columns,
-            row_loss=loss_of,
+            row_loss=weighted(loss_of, weight),
             gradients=(at_own, at_columns, at_others),
         )
         loss = loss + softmax.loss.mean()
@@ -293,14 +301,12 @@ class Clip:
             own["key_log_frequency"] = self.log_frequency(ids.stored_key)
             if others and stored.negative_name is not None:
                 others["negative_log_frequency"] = self.log_frequency(stored.negative_name)
-        settings = {"temperature": self.temperature, "refines_logq": self.refines_logq}
+        shared: dict[str, Any] = {"temperature": self.temperature, "weight": ids.weight}
         if exceeds_gather_limit(query, key):
-            to_keys = ring_info_nce(query, key, **own, **others, **settings)
-            to_queries = ring_info_nce(
-                key, query, query_id=ids.key, key_id=ids.query, temperature=self.temperature
-            )
-            return (to_keys + to_queries) / 2
-        return clip(query, key, **own, **others, **settings, **gathered(query=query, key=key, **own))
+            to_keys = ring_info_nce(query, key, **own, **others, **shared, refines_logq=self.refines_logq)
+            return (to_keys + ring_info_nce(key, query, ids.key, ids.query, **shared)) / 2
+        own |= gathered(query=query, key=key, **own)
+        return clip(query, key, **own, **others, **shared, refines_logq=self.refines_logq)
 
     def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
         """Return the logarithm of the number of candidates, the mean of both directions; None if refined."""

@@ -30,6 +30,7 @@ def dcl(
     offset: int = 0,
     sample_id: Tensor | None = None,
     gathered_sample_id: Tensor | None = None,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """Compare the two views of each sample with the views of all other samples (Yeh et al., 2022, equation 6).
 
@@ -51,6 +52,8 @@ def dcl(
         offset: the index of this worker's first row in the gathered rows.
         sample_id: [local_batch] int64; rows with equal ids are the same sample, not negatives.
         gathered_sample_id: [batch] int64, ids of the gathered rows.
+        weight: [local_batch], the weight of each sample's rows in the mean; of mean 1 over all workers for a
+            weighted mean. No gradient.
 
     Returns:
         A scalar, float32 (float64 for float64 embeddings). It can be differentiated once.
@@ -64,6 +67,7 @@ def dcl(
         {"gathered_a": gathered_a, "gathered_b": gathered_b},
         gathered_sample_id,
         offset,
+        weight,
     )
 
 
@@ -101,11 +105,23 @@ class Dcl(ViewsObjective):
 
     sigma: float | None = None
 
-    def loss(self, views: Sequence[Tensor], ids: Tensor | None, everyone: Everyone | None) -> Tensor:
-        """Return the loss of checked views, given this worker's ids."""
-        weight = None if self.sigma is None else _weights(views, everyone, self.sigma).repeat(2)
-        row_loss = partial(decoupled, weight=weight)
-        return softmax_of_views(views, ids, everyone, temperature=self.temperature, row_loss=row_loss)
+    def loss(
+        self,
+        views: Sequence[Tensor],
+        ids: Tensor | None,
+        everyone: Everyone | None,
+        weight: Tensor | None,
+    ) -> Tensor:
+        """Return the loss of checked views, given this worker's ids and the weights of its samples."""
+        of_positives = None if self.sigma is None else _weights(views, everyone, self.sigma).repeat(2)
+        return softmax_of_views(
+            views,
+            ids,
+            everyone,
+            temperature=self.temperature,
+            row_loss=partial(decoupled, weight=of_positives),
+            weight=weight,
+        )
 
     def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
         """Return the logarithm of the number of negatives."""

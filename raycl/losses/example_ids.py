@@ -11,7 +11,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
-from raycl.distributed import gather_detached, num_workers, rank
+from raycl.distributed import all_sum, gather_detached, num_workers, rank
 from raycl.distributed.device_copy import Download, upload
 
 
@@ -31,6 +31,8 @@ class ExampleIds:
             as keys; a transform names this worker's only. None if the batch has none.
         label: classes int64 [local_batch], None for pairs. An unlabeled row has -1 in a transform's names, and then
             a class of its own, which its duplicates share.
+        weight: weights of the samples, [local_batch], or None; a transform reads them from the data; the ids of
+            a batch have weights of mean 1 over all workers.
         shared_id_space: whether names of different columns are comparable.
         key_name: the names by which a store indexes the keys: the first ones.
         negative_name: the same for explicit negatives.
@@ -44,6 +46,7 @@ class ExampleIds:
     key: Tensor
     negative: Tensor | None = None
     label: Tensor | None = None
+    weight: Tensor | None = None
     shared_id_space: bool = False
     key_name: Tensor | None = None
     negative_name: Tensor | None = None
@@ -70,9 +73,28 @@ class ExampleIds:
 
     def on(self, device: torch.device) -> Self:
         """Return the ids on a device, in one transfer."""
-        fields = ("query", "key", "negative", "label", "key_name", "negative_name", "names", "name_ids")
+        fields = (
+            "query",
+            "key",
+            "negative",
+            "label",
+            "weight",
+            "key_name",
+            "negative_name",
+            "names",
+            "name_ids",
+        )
         moved = upload([getattr(self, field) for field in fields], device)
         return replace(self, **dict(zip(fields, moved, strict=True)))
+
+
+def mean_one(weight: Tensor) -> Tensor:
+    """Scale weights [local_batch] to a mean of 1 over all workers, in one small collective; zeros stay zeros.
+
+    The mean of weight * loss over all rows is then the weighted mean, for any number of workers.
+    """
+    total = all_sum(weight.sum())
+    return weight / torch.where(total > 0, total, 1.0) * (num_workers() * len(weight))
 
 
 @final

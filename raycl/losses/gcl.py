@@ -31,6 +31,7 @@ def gcl(
     offset: int = 0,
     sample_id: Tensor | None = None,
     gathered_sample_id: Tensor | None = None,
+    weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compare the two views of each sample with the views of all other samples of the data (Yuan et al., 2022).
 
@@ -55,6 +56,8 @@ def gcl(
         offset: the index of this worker's first row in the gathered rows.
         sample_id: [local_batch] int64; rows with equal ids are the same sample, not negatives.
         gathered_sample_id: [batch] int64, ids of the gathered rows.
+        weight: [local_batch], the weight of each sample's rows in the mean, which does not change u; of mean 1 over
+            all workers for a weighted mean. No gradient.
 
     Returns:
         The **mean** over the 2 * local_batch rows, and the logarithm of the mean over each sample's negatives in the
@@ -73,6 +76,7 @@ def gcl(
         {"gathered_a": gathered_a, "gathered_b": gathered_b},
         gathered_sample_id,
         offset,
+        weight,
     )
     return loss, partition.of_batch()
 
@@ -153,8 +157,14 @@ class Gcl(ViewsObjective):
         """Return the loss, and append the means over the batch to ``stored.partition``."""
         return ViewsObjective.__call__(replace(self, partition=stored.partition), query, key, stored, ids)
 
-    def loss(self, views: Sequence[Tensor], ids: Tensor | None, everyone: Everyone | None) -> Tensor:
-        """Return the loss of checked views, given this worker's ids; append the means over the batch."""
+    def loss(
+        self,
+        views: Sequence[Tensor],
+        ids: Tensor | None,
+        everyone: Everyone | None,
+        weight: Tensor | None,
+    ) -> Tensor:
+        """Return the loss of checked views, given this worker's ids and weights; append the means over the batch."""
         assert self.partition is not None, "the configuration gives the loss partition functions"
         batch = _batch_size(views, everyone)
         rows = _GlobalRows(
@@ -164,7 +174,9 @@ class Gcl(ViewsObjective):
             num_in_batch=2 * batch - 2,
             num_in_data=2 * self.num_samples - 2,
         )
-        loss = softmax_of_views(views, ids, everyone, temperature=self.temperature, row_loss=rows)
+        loss = softmax_of_views(
+            views, ids, everyone, temperature=self.temperature, row_loss=rows, weight=weight
+        )
         self.partition.estimates.append(torch.logaddexp(*rows.log_mean.chunk(2))[:, None] - math.log(2))
         return loss
 

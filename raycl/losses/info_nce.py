@@ -17,6 +17,7 @@ from raycl.losses.checks import (
     check_pair,
     checked_pair_ids,
     checked_temperature,
+    checked_weight,
 )
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.false_negatives import key_mask, query_mask
@@ -24,7 +25,7 @@ from raycl.losses.logq import logit_biases, refined_row_loss
 from raycl.losses.nce import add_proximal_term
 from raycl.losses.objective import StoreBatch, gathered, positive_of
 from raycl.losses.ring import evaluate_ring
-from raycl.losses.softmax import RowGroup, cross_entropy, evaluate_softmax
+from raycl.losses.softmax import RowGroup, RowLoss, cross_entropy, evaluate_softmax, weighted
 from raycl.losses.tiled import (
     LOG2_E,
     Gradients,
@@ -53,6 +54,7 @@ def info_nce(
     gathered_key_id: Tensor | None = None,
     negatives: Tensor | None = None,
     negative_id: Tensor | None = None,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """Classify each query's own key among its candidates (van den Oord et al., 2018).
 
@@ -85,6 +87,8 @@ def info_nce(
         negatives: [num_negatives, dim], additional candidates of every query: rows of a queue or
             bank. Half precision is supported, and so are 0 rows: without negatives the loss is 0.
         negative_id: [num_negatives] int64, ids of the negatives, in the id space of the keys.
+        weight: [local_batch], the weight of each query in the mean; of mean 1 over all workers for a
+            weighted mean. No gradient.
 
     Returns:
         A scalar, float32 (float64 for float64 embeddings). It can be differentiated once, with
@@ -110,7 +114,14 @@ def info_nce(
         num_negatives=None if negatives is None else len(others),
     )
     rows = working_precision(query)
-    evaluate = partial(evaluate_info_nce, own=own, in_batch=in_batch, pair_ids=ids, negative_id=negative_id)
+    evaluate = partial(
+        evaluate_info_nce,
+        own=own,
+        in_batch=in_batch,
+        pair_ids=ids,
+        negative_id=negative_id,
+        row_loss=weighted(cross_entropy, checked_weight(weight, query)),
+    )
     # A half-precision queue that requires no gradient is converted tile by tile.
     others = others.to(rows) if others.requires_grad else others
     return fused(evaluate, rows, columns.to(rows), others, checked_temperature(temperature, rows))
@@ -128,6 +139,7 @@ def ring_info_nce(
     key_log_frequency: Tensor | None = None,
     negative_log_frequency: Tensor | None = None,
     refines_logq: bool = False,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """InfoNCE over the keys of all workers, which pass around a ring instead of being gathered.
 
@@ -173,7 +185,7 @@ def ring_info_nce(
             groups=(group,),
             masks=(to_keys, to_queries),
             biases=biases,
-            row_loss=row_loss,
+            row_loss=weighted(row_loss, checked_weight(weight, query)),
             with_gradient=with_gradient,
         )
         return softmax.loss.mean(), scaled_gradients(inputs[0], gradients, inputs[3], local)
@@ -192,6 +204,7 @@ def evaluate_info_nce(
     in_batch: bool,
     pair_ids: tuple[Tensor, Tensor] | None,
     negative_id: Tensor | None,
+    row_loss: RowLoss = cross_entropy,
     with_gradient: bool,
 ) -> tuple[Tensor, Gradients]:
     """Return the mean loss over rows [num_rows, dim] with positives ``columns[own]``, and its gradients."""
@@ -211,6 +224,7 @@ def evaluate_info_nce(
         bound=bound,
         mask=mask,
         in_batch=in_batch,
+        row_loss=row_loss,
         gradients=gradients,
     )
     return softmax.loss.mean(), scaled_gradients(rows, tuple(gradients), temperature, len(rows))
@@ -269,7 +283,7 @@ class InfoNce:
     def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds) -> Tensor:
         """Return the loss."""
         loss = self._cross_entropy(query, positive_of(key, stored), stored, ids)
-        return add_proximal_term(loss, query, stored, self.proximal_weight)
+        return add_proximal_term(loss, query, stored, self.proximal_weight, ids.weight)
 
     def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
         """Return the logarithm of the number of candidates."""
@@ -281,6 +295,7 @@ class InfoNce:
             "temperature": self.temperature,
             "negatives": stored.negatives,
             "negative_id": stored.negative_id,
+            "weight": ids.weight,
         }
         key_id = ids.key if self.of_pairs else ids.query
         if self.in_batch and exceeds_gather_limit(key):

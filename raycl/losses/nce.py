@@ -118,30 +118,34 @@ def noise_mass(
     return torch.stack([torch.stack([none, *logarithms]).logsumexp(0), tiles.num_unmasked().sum().double()])
 
 
-def proximal_term(query: Tensor, own_slot: Tensor) -> Tensor:
+def proximal_term(query: Tensor, own_slot: Tensor, weight: Tensor | None = None) -> Tensor:
     """Return the mean over rows of ||query - own_slot||^2 (InstDisc: Wu et al., 2018, eq. 10).
 
     Args:
         query: [local_batch, dim], this worker's embeddings.
         own_slot: [local_batch, dim], the slots of the same samples in the memory bank.
+        weight: [local_batch], the weight of each row in the mean.
 
     Returns:
-        A scalar, at least float32, without a weight.
+        A scalar, at least float32, without the weight of the term.
 
     Raises:
         ConfigError: Shapes do not match.
     """
     check_pair("query and own_slot", query, own_slot)
     rows = working_precision(query)
-    return (rows - own_slot.to(rows)).square().sum(1).mean()
+    distance = (rows - own_slot.to(rows)).square().sum(1)
+    return (distance if weight is None else distance * weight.to(rows)).mean()
 
 
-def add_proximal_term(loss: Tensor, query: Tensor, stored: StoreBatch, weight: float) -> Tensor:
-    """Add the proximal term, which pulls each embedding to its slot."""
+def add_proximal_term(
+    loss: Tensor, query: Tensor, stored: StoreBatch, weight: float, row_weight: Tensor | None = None
+) -> Tensor:
+    """Add the proximal term, which pulls each embedding to its slot; ``row_weight`` [num_queries] weights the rows."""
     if not weight:
         return loss
     assert stored.key is not None, "the configuration gives a proximal term a memory bank"
-    return loss + weight * proximal_term(query, stored.key)
+    return loss + weight * proximal_term(query, stored.key, row_weight)
 
 
 @final

@@ -21,6 +21,7 @@ def nt_xent(
     offset: int = 0,
     sample_id: Tensor | None = None,
     gathered_sample_id: Tensor | None = None,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """Classify each row's other view among all other rows (SimCLR: Chen et al., 2020).
 
@@ -40,6 +41,8 @@ def nt_xent(
         sample_id: [local_batch] int64; a candidate with the row's id that is neither the row
             nor its positive is a false negative and is masked. Distinct ids need no mask.
         gathered_sample_id: [batch] int64, ids of the gathered rows.
+        weight: [local_batch], the weight of each sample's rows in the mean; of mean 1 over all workers for a
+            weighted mean. No gradient.
 
     Returns:
         A scalar, float32 (float64 for float64 embeddings). It can be differentiated once.
@@ -53,6 +56,7 @@ def nt_xent(
         {"gathered_a": gathered_a, "gathered_b": gathered_b},
         gathered_sample_id,
         offset,
+        weight,
     )
 
 
@@ -61,9 +65,15 @@ def nt_xent(
 class NtXent(ViewsObjective):
     """Each view against all other views of the global batch."""
 
-    def loss(self, views: Sequence[Tensor], ids: Tensor | None, everyone: Everyone | None) -> Tensor:
-        """Return the loss of checked views, given this worker's ids."""
-        return softmax_of_views(views, ids, everyone, temperature=self.temperature)
+    def loss(
+        self,
+        views: Sequence[Tensor],
+        ids: Tensor | None,
+        everyone: Everyone | None,
+        weight: Tensor | None,
+    ) -> Tensor:
+        """Return the loss of checked views, given this worker's ids and the weights of its samples."""
+        return softmax_of_views(views, ids, everyone, temperature=self.temperature, weight=weight)
 
     def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
         """Return the logarithm of the number of candidates."""

@@ -28,6 +28,7 @@ def poly_view(
     offset: int = 0,
     sample_id: Tensor | None = None,
     gathered_sample_id: Tensor | None = None,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """Classify each other view of a row's sample among all views of other samples (Shidani et al., 2024).
 
@@ -48,6 +49,8 @@ def poly_view(
         offset: the index of this worker's first row in the gathered rows.
         sample_id: [local_batch] int64; rows with equal ids are the same sample, not negatives.
         gathered_sample_id: [batch] int64, ids of the gathered rows.
+        weight: [local_batch], the weight of each sample's rows in the mean; of mean 1 over all workers for a
+            weighted mean. No gradient.
 
     Returns:
         A scalar, float32 (float64 for float64 embeddings). It can be differentiated once.
@@ -65,7 +68,12 @@ def poly_view(
         )
     gathered = {"gathered_views": None} if gathered_views is None else dict(enumerate(gathered_views))
     return PolyView(temperature=temperature, mean=mean, num_views=len(views)).checked_loss(
-        views, sample_id, {str(name): each for name, each in gathered.items()}, gathered_sample_id, offset
+        views,
+        sample_id,
+        {str(name): each for name, each in gathered.items()},
+        gathered_sample_id,
+        offset,
+        weight,
     )
 
 
@@ -100,10 +108,18 @@ class PolyView(ViewsObjective):
         """Return the loss with these settings."""
         return cls(temperature=settings.temperature, mean=settings.view_mean, num_views=settings.num_views)
 
-    def loss(self, views: Sequence[Tensor], ids: Tensor | None, everyone: Everyone | None) -> Tensor:
-        """Return the loss of checked views, given this worker's ids."""
+    def loss(
+        self,
+        views: Sequence[Tensor],
+        ids: Tensor | None,
+        everyone: Everyone | None,
+        weight: Tensor | None,
+    ) -> Tensor:
+        """Return the loss of checked views, given this worker's ids and the weights of its samples."""
         row_loss = partial(mean_over_positives, arithmetic=self.mean == "arithmetic")
-        return softmax_of_views(views, ids, everyone, temperature=self.temperature, row_loss=row_loss)
+        return softmax_of_views(
+            views, ids, everyone, temperature=self.temperature, row_loss=row_loss, weight=weight
+        )
 
     def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
         """Return the logarithm of the number of candidates."""

@@ -21,6 +21,7 @@ from raycl.losses.checks import (
     check_pair,
     checked_pair_ids,
     checked_temperature,
+    checked_weight,
 )
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.false_negatives import FalseNegativeMask, key_mask, query_mask
@@ -53,6 +54,7 @@ def siglip(
     gathered_query_id: Tensor | None = None,
     key_id: Tensor | None = None,
     gathered_key_id: Tensor | None = None,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """Classify each combination of a query and a key as a pair or not (SigLIP: Zhai et al., 2023).
 
@@ -72,6 +74,8 @@ def siglip(
         gathered_query_id: [batch] int64, ids of the queries of all workers.
         key_id: [local_batch] int64; equal ids mean the same key.
         gathered_key_id: [batch] int64, ids of the keys of all workers.
+        weight: [local_batch], the weight of each query in the mean; of mean 1 over all workers for a weighted
+            mean. No gradient.
 
     Returns:
         A scalar, float32 (float64 for float64 embeddings). It can be differentiated once.
@@ -95,7 +99,7 @@ def siglip(
     )
     rows = working_precision(query)
     return fused(
-        partial(_evaluate, own=own, pair_ids=ids, by_ring=False),
+        partial(_evaluate, own=own, pair_ids=ids, weight=checked_weight(weight, query), by_ring=False),
         rows,
         columns.to(rows),
         checked_temperature(temperature, rows),
@@ -111,6 +115,7 @@ def ring_siglip(
     *,
     temperature: float | Tensor,
     bias: float | Tensor,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """SigLIP over the keys of all workers, which pass around a ring instead of being gathered.
 
@@ -122,7 +127,7 @@ def ring_siglip(
     own = slice(rank() * len(query), (rank() + 1) * len(query))
     ids = gather_detached(query_id), gather_detached(key_id)
     return fused(
-        partial(_evaluate, own=own, pair_ids=ids, by_ring=True),
+        partial(_evaluate, own=own, pair_ids=ids, weight=checked_weight(weight, query), by_ring=True),
         rows,
         key.to(rows),
         checked_temperature(temperature, rows),
@@ -142,6 +147,7 @@ def _evaluate(
     *,
     own: slice,
     pair_ids: tuple[Tensor, Tensor] | None,
+    weight: Tensor | None,
     by_ring: bool,
     with_gradient: bool,
 ) -> tuple[Tensor, Gradients]:
@@ -157,33 +163,37 @@ def _evaluate(
     negatives = partial(_add_negatives, temperature=temperature, bias=bias, blocks=blocks)
     match = slice(0, len(rows)) if by_ring else own
     positive = (rows * columns[match]).sum(1) / temperature + bias
-    loss, weight = -F.logsigmoid(positive).sum(), -(-positive).sigmoid()
-    at_bias = weight.sum()
+    weight = rows.new_ones(len(rows)) if weight is None else weight
+    loss, pull = -(weight * F.logsigmoid(positive)).sum(), -weight * (-positive).sigmoid()
+    at_bias = pull.sum()
     if by_ring:
         sums = [loss, at_bias]
 
-        def visit(worker: int, keys: Tensor, queries: Tensor) -> None:
-            first, diagonal = worker * len(rows), 0 if worker == rank() else None
-            found = negatives(
-                rows, keys, mask=mask, first=first, diagonal=diagonal, gradients=(at_rows, None)
-            )
+        def visit(worker: int, keys: Tensor, queries: Tensor, theirs: Tensor) -> None:
+            place = {"first": worker * len(rows), "diagonal": 0 if worker == rank() else None}
+            found = negatives(rows, keys, mask=mask, weight=weight, gradients=(at_rows, None), **place)
             sums[0], sums[1] = sums[0] + found[0], sums[1] + found[1]
             if at_columns is not None:
-                negatives(
-                    columns, queries, mask=back, first=first, diagonal=diagonal, gradients=(at_columns, None)
-                )
+                gradients = at_columns, None
+                negatives(columns, queries, mask=back, column_weight=theirs, gradients=gradients, **place)
 
-        visit_all(visit, columns, rows)
+        visit_all(visit, columns, rows, weight)
         loss, at_bias = sums
     else:
         found = negatives(
-            rows, columns, mask=mask, first=0, diagonal=own.start, gradients=(at_rows, at_columns)
+            rows,
+            columns,
+            mask=mask,
+            first=0,
+            diagonal=own.start,
+            weight=weight,
+            gradients=(at_rows, at_columns),
         )
         loss, at_bias = loss + found[0], at_bias + found[1]
     if at_rows is not None and wants_rows:
-        at_rows += weight[:, None] * columns[match]
+        at_rows += pull[:, None] * columns[match]
     if at_columns is not None:
-        at_columns[match] += weight[:, None] * rows
+        at_columns[match] += pull[:, None] * rows
     gradients = scaled_gradients(rows, (at_rows, at_columns), temperature, len(rows))
     return loss / len(rows), (*gradients, at_bias / len(rows) if bias.requires_grad else None)
 
@@ -198,30 +208,35 @@ def _add_negatives(
     mask: FalseNegativeMask | None,
     first: int,
     diagonal: int | None,
+    weight: Tensor | None = None,
+    column_weight: Tensor | None = None,
     gradients: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Tensor, Tensor]:
     """Return the summed loss of all negatives, and the summed derivative with respect to the logits.
 
     Adds the unscaled gradients of rows and columns. ``first`` is the index of the first column in the
-    mask, ``diagonal`` (column - row) the diagonal of the positives.
+    mask, ``diagonal`` (column - row) the diagonal of the positives. The loss of a row is
+    multiplied by its ``weight`` [num_rows]; the gradient of the rows may be that of columns with weights.
     """
     loss, total = rows.new_zeros(()), rows.new_zeros(())
     at_rows, at_columns = gradients
+    weight = rows.new_ones(len(rows)) if weight is None else weight
+    values = columns if column_weight is None else column_weight[:, None] * columns
     for block in blocks:
-        query = rows[block] / temperature
+        query, own = rows[block] / temperature, weight[block]
         for piece in spans(0, len(columns), 2 * tile_size(columns)):
             tile = product(query, columns[piece]).add_(bias)
             if diagonal is not None:
                 mask_diagonals(tile, block, piece, (diagonal,))
             if mask is not None:
                 mask.apply_(tile, block, slice(first + piece.start, first + piece.stop))
-            loss = loss - F.logsigmoid(-tile).sum()
-            weights = tile.sigmoid_()
-            total = total + weights.sum()
+            loss = loss - own @ F.logsigmoid(-tile).sum(1)
+            pulls = tile.sigmoid_()
+            total = total + own @ pulls.sum(1)
             if at_rows is not None:
-                at_rows[block] += product(weights, columns[piece].T)
+                at_rows[block] += own[:, None] * product(pulls, values[piece].T)
             if at_columns is not None:
-                at_columns[piece] += product(weights.T, rows[block].T)
+                at_columns[piece] += product(pulls.T, (own[:, None] * rows[block]).T)
     return loss, total
 
 
@@ -241,7 +256,7 @@ class SigLip:
     def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds) -> Tensor:
         """Return the loss."""
         assert key is not None, "the configuration provides a key for each query"
-        scalars: dict[str, Any] = {"temperature": self.temperature, "bias": self.bias}
+        scalars: dict[str, Any] = {"temperature": self.temperature, "bias": self.bias, "weight": ids.weight}
         if exceeds_gather_limit(key):
             return ring_siglip(query, key, ids.query, ids.key, **scalars)
         own_ids = {"query_id": ids.query, "key_id": ids.key}

@@ -5,6 +5,7 @@ Columns can be local, gathered, from a queue, or from other workers of a ring; e
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol, final
 
 import torch
@@ -92,6 +93,20 @@ def cross_entropy(positive: Tensor | None, shift: Tensor, total: Tensor, block: 
     excess = (shift - positive + total.log2()) / LOG2_E
     loss = torch.logaddexp(excess, torch.zeros_like(excess))
     return Softmax(loss, excess.sigmoid(), positive + loss * LOG2_E)
+
+
+def weighted(row_loss: RowLoss, weight: Tensor | None) -> RowLoss:
+    """Return a row loss times the weight of each row, [num_rows]; the row loss itself without weights."""
+    return row_loss if weight is None else partial(_weighted, row_loss=row_loss, weight=weight)
+
+
+def _weighted(
+    positive: Tensor | None, shift: Tensor, total: Tensor, block: slice, *, row_loss: RowLoss, weight: Tensor
+) -> Softmax:
+    loss, positive_weight, logsumexp = row_loss(positive, shift, total, block)
+    own = weight[block]
+    of_positives = own if positive_weight.ndim == 1 else own[:, None]
+    return Softmax(own * loss, of_positives * positive_weight, logsumexp - own.log2())
 
 
 def first_shift(bound: Tensor | None, rows: Tensor) -> Tensor:

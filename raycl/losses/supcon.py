@@ -26,6 +26,7 @@ def supcon(
     gathered_b: Tensor | None = None,
     gathered_label: Tensor | None = None,
     offset: int = 0,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """Classify the rows of each row's class among all other rows (Khosla et al., 2020, equation 2).
 
@@ -45,6 +46,8 @@ def supcon(
         gathered_b: [batch, dim], view_b of all workers, gathered with gradient.
         gathered_label: [batch] int64, labels of the gathered rows.
         offset: the index of this worker's first row in the gathered rows.
+        weight: [local_batch], the weight of each sample's rows in the mean; of mean 1 over all workers for a
+            weighted mean. No gradient.
 
     Returns:
         A scalar, float32 (float64 for float64 embeddings). It can be differentiated once.
@@ -53,13 +56,18 @@ def supcon(
         ConfigError: Shapes do not match, or the temperature is not above 0.
     """
     return SupCon(temperature=temperature).checked_loss(
-        (view_a, view_b), label, {"gathered_a": gathered_a, "gathered_b": gathered_b}, gathered_label, offset
+        (view_a, view_b),
+        label,
+        {"gathered_a": gathered_a, "gathered_b": gathered_b},
+        gathered_label,
+        offset,
+        weight,
     )
 
 
 @final
 class _ClassMeans:
-    """The mean of the positives of each row: all other views of its class. Its weight in the loss is 1."""
+    """The mean of the positives of each row: all other views of its class."""
 
     exclude_samples: ClassVar[bool] = False
 
@@ -71,11 +79,10 @@ class _ClassMeans:
         *,
         label: Tensor,
         everyone: Everyone | None,
+        weight: Tensor | None,
     ) -> None:
         """Sum the views of each class of this worker; collective if the columns pass around a ring."""
         self._rows, self._layout = rows.unflatten(0, (layout.num_views, -1)), layout
-        # Every row is a column, and two rows have the same weight for each other.
-        self._is_symmetric = columns is None or columns is rows
         labels, first, size = label, 0, len(label)
         if everyone is not None and everyone.ids is not None:
             labels, first = everyone.ids, everyone.offset
@@ -84,35 +91,45 @@ class _ClassMeans:
         # The place of the class of each sample; the last one is for classes of other workers.
         self._places = torch.where(ordered[place] == labels, place, size)
         self._own = self._places[first : first + size]
-        totals = rows.new_zeros(size + 1, rows.shape[1])
+        totals, weighted_totals = rows.new_zeros(2, size + 1, rows.shape[1])
 
-        def add(worker: int, visiting: Tensor) -> None:
+        def add(worker: int, visiting: Tensor, weight: Tensor | None = None) -> None:
             views = visiting.unflatten(0, (layout.num_views, -1)).sum(0)
-            add_rows(totals, self._places[worker * size :][: len(views)], views)
+            places = self._places[worker * size :][: len(views)]
+            add_rows(totals, places, views)
+            if weight is not None:
+                add_rows(weighted_totals, places, weight[:, None] * views)
 
         if columns is None:
-            visit_all(add, rows)
+            visit_all(add, rows, *(() if weight is None else (weight,)))
         else:
             add(0, columns)
         counts = rows.new_zeros(size + 1, 1)
         add_rows(counts, self._places, rows.new_ones(len(labels), 1))
-        self._weight = 1 / (layout.num_views * counts[self._own] - 1)
-        self._means = (self._weight * (totals[self._own] - self._rows)).flatten(0, 1)
+        self._share = 1 / (layout.num_views * counts[self._own] - 1)  # of each positive in the mean
+        self._means = (self._share * (totals[self._own] - self._rows)).flatten(0, 1)
+        # The gradients of columns that are the rows of all workers, if they are known.
+        self._at_columns = None
+        if weight is None and (columns is None or columns is rows):
+            self._at_columns = self._means
+        elif weight is not None and columns is None:
+            of_others = weighted_totals[self._own] - weight[:, None] * self._rows
+            self._at_columns = (self._share * of_others).flatten(0, 1)
 
     def logits(self, scale: Tensor) -> Tensor:
         """Return the base-2 mean logits of the positives, [num_rows]."""
         return (self._rows.flatten(0, 1) * self._means).sum(1) * scale
 
     def subtract(self, weight: Tensor, at_rows: Tensor | None, at_columns: Tensor | None) -> None:
-        """Subtract the gradients of the mean logits from buffers, unscaled."""
+        """Subtract the gradients of ``weight`` * mean logits from buffers, unscaled."""
         if at_rows is not None:
-            at_rows -= self._means
+            at_rows.addcmul_(weight[:, None], self._means, value=-1)
         if at_columns is None:
             return
-        if self._is_symmetric:
-            at_columns -= self._means
+        if self._at_columns is not None:
+            at_columns -= self._at_columns
             return
-        shares = self._weight * self._rows
+        shares = weight.view(self._layout.num_views, -1, 1) * self._share * self._rows
         totals = self._rows.new_zeros(len(self._own) + 1, shares.shape[2])
         add_rows(totals, self._own, shares.sum(0))
         at_columns.unflatten(0, (self._layout.num_views, -1)).sub_(totals[self._places])
@@ -126,8 +143,14 @@ class SupCon(ViewsObjective):
 
     id_name: ClassVar[str] = "label"
 
-    def loss(self, views: Sequence[Tensor], ids: Tensor | None, everyone: Everyone | None) -> Tensor:
-        """Return the loss of checked views, given this worker's labels."""
+    def loss(
+        self,
+        views: Sequence[Tensor],
+        ids: Tensor | None,
+        everyone: Everyone | None,
+        weight: Tensor | None,
+    ) -> Tensor:
+        """Return the loss of checked views, given this worker's labels and the weights of its samples."""
         assert ids is not None, "labels are required"
         # The mean of -log p over positives is the logsumexp over candidates minus the mean logit of the positives.
         return softmax_of_views(
@@ -136,7 +159,8 @@ class SupCon(ViewsObjective):
             everyone,
             temperature=self.temperature,
             row_loss=decoupled,
-            positives=partial(_ClassMeans, label=ids, everyone=everyone),
+            positives=partial(_ClassMeans, label=ids, everyone=everyone, weight=weight),
+            weight=weight,
         )
 
     def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:

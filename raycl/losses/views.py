@@ -23,13 +23,22 @@ from raycl.losses.checks import (
     check_sample_id,
     checked_ids,
     checked_temperature,
+    checked_weight,
 )
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.false_negatives import FalseNegativeMask
 from raycl.losses.mutual import MutualSoftmax
 from raycl.losses.objective import StoreBatch
 from raycl.losses.ring import evaluate_ring
-from raycl.losses.softmax import RowGroup, RowLoss, Softmax, cross_entropy, evaluate_softmax, row_blocks
+from raycl.losses.softmax import (
+    RowGroup,
+    RowLoss,
+    Softmax,
+    cross_entropy,
+    evaluate_softmax,
+    row_blocks,
+    weighted,
+)
 from raycl.losses.tiled import (
     LOG2_E,
     Gradients,
@@ -163,10 +172,11 @@ def softmax_of_views(
     temperature: float | Tensor,
     row_loss: RowLoss = cross_entropy,
     positives: PositivesOf = OtherViews,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """Return the mean of ``row_loss`` over all views [local_batch, dim] of this worker, which are checked.
 
-    Rows with equal ids, this worker's ``sample_id`` and those of ``everyone``, are not negatives. With a ring it is
+    The rows of a sample have its ``weight``, [local_batch]. Rows with equal ids, this worker's ``sample_id`` and those of ``everyone``, are not negatives. With a ring it is
     collective, in the forward pass only: every worker must scale the loss equally.
     """
     rows = working_precision(torch.cat(list(views)))
@@ -179,7 +189,7 @@ def softmax_of_views(
         layout=Layout(len(views), len(views[0]), batch, offset),
         sample_id=sample_id,
         all_ids=sample_id if everyone is None else everyone.ids,
-        row_loss=row_loss,
+        row_loss=weighted(row_loss, None if weight is None else weight.repeat(len(views))),
         positives=positives,
     )
     if everyone is None:
@@ -323,7 +333,7 @@ class ViewsObjective(ABC):
         assert key is not None, "the configuration gives the loss two views"
         views, own = (query, *key.split(len(query))), ids.query if self.id_name == "sample_id" else ids.label
         assert own is not None, "the configuration gives the loss labels"
-        return self.loss(views, own, over_workers(views, own))
+        return self.loss(views, own, over_workers(views, own), checked_weight(ids.weight, query))
 
     def checked_loss(
         self,
@@ -332,24 +342,33 @@ class ViewsObjective(ABC):
         gathered: Mapping[str, Tensor | None],
         gathered_ids: Tensor | None,
         offset: int,
+        weight: Tensor | None,
     ) -> Tensor:
         """Return the loss of the arguments of a loss function; raise if they do not match.
 
         ``gathered`` are the views of all workers by the names of their arguments.
         """
         check_views(views, self.id_name, ids)
+        weight = checked_weight(weight, views[0])
         name = f"gathered_{self.id_name}"
         if all(each is None for each in gathered.values()):
             check_companion(name, gathered_ids, next(iter(gathered)), None)
             check_offset(offset, len(views[0]), len(views[0]))
-            return self.loss(views, ids, None)
+            return self.loss(views, ids, None, weight)
         given = _check_gathered(views, gathered, offset)
         matched = checked_ids((self.id_name, ids), (name, gathered_ids), len(given[0]))
-        return self.loss(views, ids, Everyone(given, None if matched is None else matched[1], offset))
+        everyone = Everyone(given, None if matched is None else matched[1], offset)
+        return self.loss(views, ids, everyone, weight)
 
     @abstractmethod
-    def loss(self, views: Sequence[Tensor], ids: Tensor | None, everyone: Everyone | None) -> Tensor:
-        """Return the loss of checked views, given this worker's ids."""
+    def loss(
+        self,
+        views: Sequence[Tensor],
+        ids: Tensor | None,
+        everyone: Everyone | None,
+        weight: Tensor | None,
+    ) -> Tensor:
+        """Return the loss of checked views, given this worker's ids and the weights of its samples."""
 
     @abstractmethod
     def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:

@@ -14,6 +14,7 @@ from raycl.data.columns import ColumnNames
 from raycl.data.decode import Decoder, classes_of, columns_of, decode_dataset, decode_source
 from raycl.data.read_stats import ReadStats
 from raycl.data.sources import Fragment, Source
+from raycl.data.weights import check_weight_columns
 from raycl.errors import DataError
 from raycl.ray_runtime import unwrap_ray_errors
 from raycl.tokenization import InvalidTextError, Tokenizer, Vocabulary, read_text
@@ -50,6 +51,8 @@ class DataSet:
             check_labels(self.columns)
             if self.columns.label is not None:
                 self._group()
+        if self.source is None and self.columns.weight is not None:
+            self._check_weights(self.columns.weight)
         self.classes = self.source.classes if self.source else classes_of(self.dataset, self.columns)
         self.num_rows: int = self.source.num_rows if self.source else self.dataset.count()
 
@@ -88,6 +91,11 @@ class DataSet:
         if self.source is not None:
             return decode_source(self.source, decoder, fragments)
         return decode_dataset(self.dataset, self.columns, decoder, classes=self.classes)
+
+    def _check_weights(self, name: str) -> None:
+        """Raise ``DataError`` if a weight of the Ray Dataset is invalid; executes it for that column."""
+        batches = self.dataset.select_columns([name]).iter_batches(batch_format="pyarrow")
+        check_weight_columns(((self.name, batch[name]) for batch in batches), where=self.name)
 
     def _group(self) -> None:
         grouped = (

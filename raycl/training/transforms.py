@@ -22,6 +22,7 @@ from raycl.data.ids import IdFormat
 from raycl.data.images import ImageFormat
 from raycl.data.in_memory import Batch, InMemoryDataset, ids_of, pixels_of, texts_of, tokens_of
 from raycl.data.texts import TextFormat, TextsFormat, Tokens
+from raycl.data.weights import WeightFormat
 from raycl.distributed.device_copy import upload
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.logq import Frequencies
@@ -32,6 +33,13 @@ _CHOICE = 6 << 40  # a separate sequence of draws, after the sequences of the au
 
 def build_formats(config: RunConfig, tokenizer: Tokenizer | None, columns: ColumnNames) -> Formats:
     """Return the format of each column by role; texts need the tokenizer."""
+    weight: dict[str, Format] = {} if columns.weight is None else {"weight": WeightFormat()}
+    return _formats_of_contents(config, tokenizer, columns) | weight
+
+
+def _formats_of_contents(
+    config: RunConfig, tokenizer: Tokenizer | None, columns: ColumnNames
+) -> dict[str, Format]:
     kind, text = config.data.kind, config.text
     if kind == "image":
         return {"image": image_format(config)}
@@ -55,7 +63,7 @@ def build_formats(config: RunConfig, tokenizer: Tokenizer | None, columns: Colum
         "document_id": IdFormat(),
         "negative_ids": IdFormat(in_lists=True),
     }
-    return {role: known[role] for role in columns.contents}
+    return {role: known[role] for role in columns.contents if role in known}
 
 
 def image_format(config: RunConfig) -> ImageFormat:

@@ -1,7 +1,7 @@
 """The views of a batch, with the ids of the next batch."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, final
 
@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raycl.config import RunConfig
-from raycl.data.in_memory import Batch, InMemoryDataset
+from raycl.data.in_memory import Batch, InMemoryDataset, weights_of
 from raycl.data.mixed import MixedSampler
 from raycl.data.prefetch import Prefetched
 from raycl.data.sampler import BatchShard, InMemorySampler
 from raycl.data.streaming import StreamingSampler
 from raycl.distributed.device_copy import upload
 from raycl.distributed.step_timer import phase
-from raycl.losses.example_ids import ExampleIds, IdExchange
+from raycl.losses.example_ids import ExampleIds, IdExchange, mean_one
 from raycl.training.transforms import Draft, Transform
 
 
@@ -116,7 +116,11 @@ class ViewMaker:
         of_views = [each for draft in drafts for each in draft.tensors]
         with torch.cuda.stream(self._side_stream):
             moved = upload([*of_rows, *of_views], self.device)
-        return _Sent(batch, drafts, moved, self._exchange.start(transform.example_ids(batch)))
+        weight = weights_of(batch)
+        names = replace(
+            transform.example_ids(batch), weight=None if weight is None else torch.from_numpy(weight)
+        )
+        return _Sent(batch, drafts, moved, self._exchange.start(names))
 
     def _make(self, sent: "_Sent", next_ids: NDArray[np.int64] | None) -> Views:
         sample_id, negatives, *of_views = sent.moved
@@ -124,6 +128,9 @@ class ViewMaker:
             step = torch.cuda.current_stream(self.device)
             step.wait_stream(self._side_stream)
             sample_id.record_stream(step)  # and all tensors that share its storage
+        example_ids = sent.example_ids().on(self.device)
+        if example_ids.weight is not None:
+            example_ids = replace(example_ids, weight=mean_one(example_ids.weight))
         tensors = iter(of_views)
         made = [draft.make(*(next(tensors) for _ in draft.tensors)) for draft in sent.drafts]
         return Views(
@@ -135,7 +142,7 @@ class ViewMaker:
             ids=sent.batch.sample_id,
             next_ids=next_ids,
             negatives=negatives,
-            example_ids=sent.example_ids().on(self.device),
+            example_ids=example_ids,
             data_set=sent.batch.data_set,
         )
 

@@ -17,10 +17,11 @@ import ray
 from PIL import Image
 
 import raycl
+from raycl.config.overrides import override
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import Decoder, decode_dataset, decode_source
 from raycl.data.images import ImageFormat
-from raycl.data.in_memory import InMemoryDataset, pixels_of, tokens_of
+from raycl.data.in_memory import InMemoryDataset, pixels_of, tokens_of, weights_of
 from raycl.data.read_stats import ReadStats
 from raycl.data.sampler import BatchShard
 from raycl.data.sources import find_source
@@ -30,9 +31,12 @@ from raycl.errors import DataError, StorageError
 from raycl.inference.reading import read_images
 from raycl.preparation import pack_images
 from raycl.ray_runtime import connect_cluster
+from raycl.recipes import recipe
 from raycl.tokenization import Vocabulary
 from raycl.training.coordinator import rows_in, start_coordinator
 from raycl.training.data_module import DataModule
+from raycl.training.data_set import DataSet
+from raycl.training.transforms import build_formats
 from tests.images import digit_files, encode, photograph, write_digits
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -247,6 +251,33 @@ def test_a_stream_of_texts_batches_similar_lengths_together(tmp_path: Path) -> N
             lengths = [tokens_of(batch, "text").lengths for batch in batches]
             padding[buckets] = sum(int((each.max() - each).sum()) for each in lengths)
     assert padding[4] < padding[1] / 2
+
+
+def test_weights_stay_with_their_rows_in_memory_and_in_a_stream(tmp_path: Path) -> None:
+    numbers = np.arange(60)
+    table = pa.table({"text": [f"text {n}" for n in numbers], "w": numbers / 4, "sample_id": numbers})
+    pq.write_table(table, tmp_path / "texts.parquet")
+    source = find_source(str(tmp_path), ColumnNames(image=None, text="text", weight="w"))
+    config = override(recipe("simcse"), {"data.columns.weight": "w"})
+    formats = build_formats(config, Vocabulary.stand_in().tokenizer, source.columns)
+    with start_coordinator() as coordinator:
+        decoder = Decoder(formats=formats, coordinator=coordinator)
+        decoded = decode_source(source, decoder).materialize()
+        rows = InMemoryDataset(ray.get(decoded.to_arrow_refs()), formats)
+        opened = stream_source(source, decoder, seed=3)
+        stream = StreamingSampler(open_epoch=opened, formats=formats, seed=3, shuffle_buffer_size=30)
+        streamed = list(stream.epoch_batches(BatchShard(batch_size=20), epoch=0))
+    for batch in (*rows.batches(25), *streamed):
+        weights = weights_of(batch)
+        assert weights is not None and np.array_equal(weights, batch.sample_id / 4)
+    assert len(streamed) == 3
+
+
+def test_an_invalid_weight_of_a_dataset_is_refused_before_it_is_decoded(coordinator: Any) -> None:
+    config = override(recipe("simcse"), {"data.columns.weight": "w"})
+    dataset = ray.data.from_arrow(pa.table({"text": ["a", "b"], "w": [1.0, -2.0]}))
+    with pytest.raises(DataError, match="the weight -2 in row 1 of dataset 0"):
+        DataSet(config, coordinator, dataset)
 
 
 @pytest.fixture

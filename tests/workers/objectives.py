@@ -20,7 +20,7 @@ from raycl.distributed import RingTransfer, collectives
 from raycl.gradient_cache import embed_in_chunks
 from raycl.loss_specs import LOSSES, LossSettings
 from raycl.losses import NormalizingConstant
-from raycl.losses.example_ids import ExampleIds, IdExchange
+from raycl.losses.example_ids import ExampleIds, IdExchange, mean_one
 from raycl.losses.logq import Frequencies
 from raycl.losses.objective import Objective, Partition, StoreBatch
 from tests.embeddings import make_rows, make_views, worker_spans
@@ -66,6 +66,7 @@ class Setup:
     queue: bool = True
     explicit: bool = True
     repeated_ids: bool = True
+    weights: bool = False
     tiny_tiles: bool = True
 
     @property
@@ -92,6 +93,7 @@ class Batch:
     key_id: Tensor
     other_id: Tensor
     label: Tensor
+    weight: Tensor | None
 
     @property
     def pair_ids(self) -> tuple[Tensor, Tensor]:
@@ -130,14 +132,19 @@ class Case:
 def of_views(plain: Callable[..., Tensor], **settings: Any) -> Callable[[Batch], Tensor]:
     """Return a plain formula of two views of each sample."""
     return lambda batch: plain(
-        batch.query, batch.key, batch.temperature, ids=(batch.query_id, batch.query_id), **settings
+        batch.query,
+        batch.key,
+        batch.temperature,
+        ids=(batch.query_id, batch.query_id),
+        weight=batch.weight,
+        **settings,
     )
 
 
 def _info_nce(batch: Batch, *, in_batch: bool = True, pairs: bool = True) -> Tensor:
     ids: dict[str, Any] = {"pair_ids": batch.pair_ids} if pairs else {"ids": (batch.query_id, batch.query_id)}
     rows = batch.query, batch.key, batch.temperature, batch.others
-    return plain_info_nce(*rows, in_batch=in_batch, negative_id=batch.other_id, **ids)
+    return plain_info_nce(*rows, in_batch=in_batch, negative_id=batch.other_id, weight=batch.weight, **ids)
 
 
 def _clip(batch: Batch, **settings: Any) -> Tensor:
@@ -149,6 +156,7 @@ def _clip(batch: Batch, **settings: Any) -> Tensor:
         query_id=batch.query_id,
         key_id=batch.key_id,
         negative_id=batch.other_id,
+        weight=batch.weight,
         **settings,
     )
 
@@ -163,11 +171,14 @@ def _clip_logq(batch: Batch, *, refined: bool = False) -> Tensor:
 
 
 def _siglip(batch: Batch) -> Tensor:
-    return plain_siglip(batch.query, batch.key, batch.temperature, batch.bias, pair_ids=batch.pair_ids)
+    rows = batch.query, batch.key, batch.temperature, batch.bias
+    return plain_siglip(*rows, pair_ids=batch.pair_ids, weight=batch.weight)
 
 
 def _supcon(batch: Batch) -> Tensor:
-    return plain_supcon(torch.cat([batch.query, batch.key]), batch.label.repeat(2), batch.temperature)
+    weight = None if batch.weight is None else batch.weight.repeat(2)
+    rows = torch.cat([batch.query, batch.key])
+    return plain_supcon(rows, batch.label.repeat(2), batch.temperature, weight=weight)
 
 
 def third_view(query: Tensor, key: Tensor) -> Tensor:
@@ -182,7 +193,7 @@ def other_views(case: Case, query: Tensor, key: Tensor) -> Tensor:
 
 def _poly_view(batch: Batch, *, mean: str) -> Tensor:
     views = batch.query, batch.key, third_view(batch.query, batch.key)
-    return plain_poly_view(views, batch.temperature, mean=mean, ids=batch.query_id)
+    return plain_poly_view(views, batch.temperature, mean=mean, ids=batch.query_id, weight=batch.weight)
 
 
 def _poly_view_case(mean: str) -> Case:
@@ -213,7 +224,8 @@ def stored_partitions(batch: int) -> Tensor:
 def _gcl(batch: Batch) -> Tensor:
     rows, ids = (batch.query, batch.key, batch.temperature), (batch.query_id, batch.query_id)
     stored = stored_partitions(len(batch.query))
-    return plain_gcl(*rows, stored=stored, momentum=MOMENTUM, num_samples=NUM_SLOTS, ids=ids)[0]
+    settings: dict[str, Any] = {"momentum": MOMENTUM, "num_samples": NUM_SLOTS, "weight": batch.weight}
+    return plain_gcl(*rows, stored=stored, ids=ids, **settings)[0]
 
 
 def _hinge(batch: Batch, **settings: bool) -> Tensor:
@@ -337,6 +349,12 @@ def make_ids(case: Case, setup: Setup) -> dict[str, Tensor]:
     return ids | {"label": torch.arange(batch) % (5 * k)}
 
 
+def make_weights(setup: Setup) -> Tensor:
+    """Return the weight of each sample, some of them 0; those of the second half of the batch are larger."""
+    sample = torch.arange(setup.batch)
+    return (sample % 7 * (1 + 2 * sample // setup.batch)).double()
+
+
 def on_a_worker(rank: int, num_workers: int, name: str, setup: Setup) -> tuple[list[Tensor], int]:
     """Return the loss and all gradients, and the number of transfers around the ring."""
     case, inputs = CASES[name], make_inputs(setup)
@@ -350,6 +368,8 @@ def on_a_worker(rank: int, num_workers: int, name: str, setup: Setup) -> tuple[l
         label=ids["label"][own],
     )
     batch, stored = IdExchange(torch.device("cpu")).start(names)(), StoreBatch()
+    if setup.weights:
+        batch = replace(batch, weight=mean_one(make_weights(setup)[own]))
     query, key = inputs[0][own], inputs[1][own]
     if setup.chunks > 1:
         size = -(-setup.batch // (num_workers * setup.chunks))
@@ -421,5 +441,6 @@ def _on_the_whole_batch(name: str, setup: Setup) -> list[Tensor]:
         key_id=ids["key"],
         other_id=torch.cat([ids[kind][: len(pool) if used[kind] else 0] for kind, pool in pools.items()]),
         label=ids["label"],
+        weight=make_weights(setup) if setup.weights else None,
     )
     return results(case.plain(batch), inputs)

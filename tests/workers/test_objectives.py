@@ -2,8 +2,11 @@
 
 import pytest
 
+from raycl.loss_specs import LOSSES
 from tests.gradients import assert_close
 from tests.workers.objectives import CASES, Setup, on_the_whole_batch, on_workers
+
+WEIGHTED = [name for name, case in CASES.items() if LOSSES[case.loss].row_weights]
 
 
 @pytest.mark.parametrize("num_workers", (1, 2, 3, 4))
@@ -15,6 +18,17 @@ def test_workers_give_the_loss_and_gradients_of_the_whole_batch(
     setup = Setup(num_workers=num_workers, by_ring=by_ring)
     expected = on_the_whole_batch(name, setup)
     assert expected[1].norm() > 1e-3
+    assert_close(on_workers(name, setup), expected, 1e-9, 1e-12)
+
+
+@pytest.mark.parametrize(("num_workers", "by_ring"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_weights_of_rows_give_the_weighted_mean_of_the_whole_batch(
+    name: str, num_workers: int, by_ring: bool
+) -> None:
+    setup = Setup(num_workers=num_workers, by_ring=by_ring, weights=True)
+    expected = on_the_whole_batch(name, setup)
+    assert (expected[1] - on_the_whole_batch(name, Setup())[1]).norm() > 1e-3
     assert_close(on_workers(name, setup), expected, 1e-9, 1e-12)
 
 

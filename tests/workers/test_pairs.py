@@ -32,6 +32,8 @@ IDS = ("query_id", "document_id", "negative_ids")
 NUM_NEGATIVES = [*[0] * 12, 3, 0, 0, 1, *[0] * BATCH, *[1, 4, 0, 2, 3, 0, 0, 1] * (BATCH // 8 * (STEPS - 2))]
 LEARNED = {"learn_temperature": True}
 QUEUE = {"negatives.store": "queue", "negatives.capacity": 40}
+WEIGHTS = {"data.columns.weight": "weight"}
+PREFIXES = {"stages.0.matryoshka_dims": (4, 8), "stages.0.matryoshka_weights": (0.5, 2.0)}
 SEPARATE: dict[str, Any] = {
     "separate_towers": True,
     "encoder.name": "transformer",
@@ -65,12 +67,13 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "a mixture": ("two_tower", LEARNED | QUEUE | MIXED, ALL),
     "logq": ("two_tower", LEARNED | {"stages.0.logq_correction": "simple"}, WITH_NEGATIVES),
     "refined logq": ("two_tower", LEARNED | QUEUE | {"stages.0.logq_correction": "refined"}, ALL),
+    "weights and prefixes": ("two_tower", LEARNED | QUEUE | WEIGHTS | PREFIXES, (*ALL, "weight")),
     "siglip": ("two_tower", LEARNED | SIGLIP, (*PAIRS, "query_id", "document_id")),
     "images and captions": ("clip", {}, ("image", "caption")),
-    "images of a smaller stage, and captions": (
+    "weighted images of a smaller stage, and captions": (
         "clip",
-        {"data.image_size": 12, "stages.0.image_size": 8},
-        ("image", "caption"),
+        WEIGHTS | {"data.image_size": 12, "stages.0.image_size": 8},
+        ("image", "caption", "weight"),
     ),
     "simcse": ("simcse", LEARNED, ("text",)),
     "esimcse": ("esimcse", {"negatives.capacity": 40}, ("text",)),
@@ -80,12 +83,13 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 def values_of(recipe: str) -> dict[str, list[Any]]:
     """Return the values of all columns that a data set for this recipe may have."""
     num_rows = BATCH * STEPS
+    weights = [row % 5 / 2 for row in range(num_rows)]
     if recipe == "two_tower":
-        return clicks(num_rows, num_negatives=NUM_NEGATIVES)
+        return clicks(num_rows, num_negatives=NUM_NEGATIVES) | {"weight": weights}
     random, texts = Random(0), invented_texts(60, seed=2)
     # One to three texts per row, from so few texts that rows on different workers share some.
     lists = [random.choices(texts, k=1 + row % 3) for row in range(num_rows)]
-    return {"text": lists, "caption": lists, "image": noise_images(num_rows)}
+    return {"text": lists, "caption": lists, "image": noise_images(num_rows), "weight": weights}
 
 
 def config_of(case: str, num_workers: int, chunk_size: int | None) -> RunConfig:
