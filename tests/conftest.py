@@ -24,9 +24,14 @@ os.environ["RAYCL_TRUSTED"] = "tests"  # contains the networks that test runs im
 for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
     os.environ.pop(name, None)
 
+import hypothesis
 import pytest
 
 from tests.ports import free_ports
+
+# An example may take long on a busy machine.
+hypothesis.settings.register_profile("raycl", deadline=None)
+hypothesis.settings.load_profile("raycl")
 
 BUCKET = "raycl-test"
 TESTS = Path(__file__).parent
