@@ -54,12 +54,15 @@ def files(tables: dict[str, pa.Table], tmp_path_factory: pytest.TempPathFactory)
 
 
 def mixed_run(folder: Path, **settings: Any) -> RunConfig:
-    """Two workers that write the first tokens of each batch to a folder."""
+    """Two workers, weights, a constant learning rate; each worker writes the first tokens of its batches to a folder."""
     folder.mkdir(exist_ok=True)
     whole = {
         "encoder.name": "tests.cluster.networks:recording",
         "encoder.kwargs": {"folder": str(folder)},
         "data.max_invalid_fraction": 0.05,
+        "data.weights": [1, 3],
+        "stages.0.learning_rate_schedule": "constant",
+        "stages.0.warmup_epochs": 0.0,
     }
     return run_of("two_tower", **whole | settings)
 
@@ -101,8 +104,8 @@ def test_the_result_has_rows_and_steps_of_each_data_set(
     assert (apples["invalid_rows"], zebras["invalid_rows"]) == ({}, {"missing value": 3})
     assert result.invalid_rows == {"missing value": 3}
     assert result.epochs == 2
-    # A tenth of the rows of each is held out, so that two epochs have 9 and 2 batches each.
-    assert (apples["steps"], zebras["steps"]) == (18, 4)
+    # A tenth of the rows of each is held out: 9 and 2 batches in a pass, 3 and 8 by the weights in an epoch.
+    assert (apples["steps"], zebras["steps"]) == (6, 16)
     assert Counter(data_sets_of(folder / "run")) == {0: apples["steps"], 1: zebras["steps"]}
     assert result.final["recall_at_10"] > 0.2
     described = json.loads((folder / "run" / "data.json").read_text())
@@ -110,41 +113,21 @@ def test_the_result_has_rows_and_steps_of_each_data_set(
     assert (described["num_rows"], described["rows_per_data_set"]) == (430, [330, 100])
 
 
-def test_weights_and_a_resumed_run_keep_the_order_of_the_batches(files: list[str], tmp_path: Path) -> None:
-    def run(output: Path, steps: int, *, resume: bool = False, data: list[str] = files) -> raycl.RunResult:
-        config = mixed_run(
-            tmp_path / "tokens",
-            **{
-                "data.weights": [1, 3],
-                "stages.0.epochs": None,
-                "stages.0.steps": steps,
-                "stages.0.learning_rate_schedule": "constant",
-                "stages.0.warmup_epochs": 0.0,
-                "evaluation.every_epochs": 0,
-            },
-        )
-        return raycl.train(config, data=data, output=output, resume=resume, quiet=True)
-
-    run(tmp_path / "parts", 7)
-    parts, whole = run(tmp_path / "parts", 26, resume=True), run(tmp_path / "whole", 26)
-    assert_equal_runs(tmp_path / "parts", tmp_path / "whole")
-    assert data_sets_of(tmp_path / "parts") == data_sets_of(tmp_path / "whole")
-    # 10 and 3 batches in a pass: an epoch of 13 has 3 and 10 by the weights.
-    for result in (parts, whole):
-        assert [each["steps"] for each in result.data_sets.values()] == [6, 20]
+def test_a_run_resumed_on_ray_datasets_equals_an_uninterrupted_run_on_files(
+    files: list[str], tables: dict[str, pa.Table], finished: tuple[Path, raycl.RunResult], tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    first = mixed_run(tmp_path / "tokens", **{"stages.0.epochs": None, "stages.0.steps": 7})
+    raycl.train(first, data=files, output=output, quiet=True)
+    whole = mixed_run(tmp_path / "tokens")
     with pytest.raises(
         ConfigError, match="the run began with data sets of 330, 100 rows, and --resume got data"
     ):
-        run(tmp_path / "parts", 30, resume=True, data=files[::-1])
-
-
-def test_ray_datasets_are_mixed_like_files(
-    tables: dict[str, pa.Table], finished: tuple[Path, raycl.RunResult], tmp_path: Path
-) -> None:
+        raycl.train(whole, data=files[::-1], output=output, resume=True, quiet=True)
     datasets = [ray.data.from_arrow(table) for table in tables.values()]
-    result = raycl.train(mixed_run(tmp_path / "t"), dataset=datasets, output=tmp_path / "run", quiet=True)
-    assert data_sets_of(tmp_path / "run") == data_sets_of(finished[0] / "run")
-    assert_equal_runs(tmp_path / "run", finished[0] / "run")
+    result = raycl.train(whole, dataset=datasets, output=output, resume=True, quiet=True)
+    assert data_sets_of(output) == data_sets_of(finished[0] / "run")
+    assert_equal_runs(output, finished[0] / "run")
     assert list(result.data_sets) == ["dataset 0", "dataset 1"]
     assert list(result.data_sets.values()) == list(finished[1].data_sets.values())
 
