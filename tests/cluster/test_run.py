@@ -387,13 +387,20 @@ class Failed:
     error: NonFiniteLossError
 
 
+# Six views of two sizes; the encoder passes each size once in a step.
+CROPS: dict[str, Any] = {
+    "augment.views": [{"count": 2}, {"count": 4, "size": 8, "crop_scale": [0.05, 0.4]}],
+    "stages.0.chunk_size": 20,
+}
+
+
 @pytest.fixture(scope="module")
 def failed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Failed:
     """Two workers whose loss becomes NaN at step 7, without dropout and with a small learning rate."""
     output = tmp_path_factory.mktemp("runs") / "failed"
-    arguments = {"channels": 1, "dropout": 0.0, "nan_at": 7}
+    arguments = {"channels": 1, "dropout": 0.0, "nan_at": 2 * 6 + 1}
     rate = {"stages.0.learning_rate": 0.01, "stages.0.learning_rate_schedule": "constant"}
-    config = small_run(**{"encoder.kwargs": arguments, **rate, "stages.0.warmup_epochs": 0.0})
+    config = small_run(**CROPS, **{"encoder.kwargs": arguments, **rate, "stages.0.warmup_epochs": 0.0})
     with pytest.raises(NonFiniteLossError) as caught:
         raycl.train(config, data=str(data), output=str(output), quiet=True)
     return Failed(config, output, caught.value)
@@ -409,17 +416,25 @@ def test_a_nan_loss_stops_the_run_and_reports_step_and_ids(failed: Failed) -> No
     assert read_result(Place(str(failed.output)))["error"] == text
 
 
-def test_one_worker_takes_the_same_steps_as_two(failed: Failed, data: Path, tmp_path: Path) -> None:
+def test_one_worker_takes_the_same_steps_as_two_and_counts_all_views(
+    failed: Failed, data: Path, tmp_path: Path
+) -> None:
     # A stage with fewer workers than the run keeps its global batch.
-    steps = {"stages.0.epochs": None, "stages.0.steps": 6, "stages.0.workers": 1}
+    steps = {"stages.0.epochs": None, "stages.0.steps": 6, "stages.0.workers": 1, "stages.0.chunk_size": None}
     config = raycl.override(failed.config, steps)
-    raycl.train(config, data=str(data), output=str(tmp_path / "run"), quiet=True)
+    result = raycl.train(config, data=str(data), output=str(tmp_path / "run"), quiet=True)
     alone, together = (
-        [line["loss"] for line in read_metrics(Place(str(output))) if "loss" in line]
+        [line for line in read_metrics(Place(str(output))) if "loss" in line]
         for output in (tmp_path / "run", failed.output)
     )
-    assert len(alone) == len(together) == 6
-    assert alone == pytest.approx(together, rel=1e-4)
+    for line in (*alone, *together):
+        assert line["views_per_second"] == pytest.approx(6 * line["samples_per_second"], rel=1e-4)
+    assert result.views_per_second == pytest.approx(6 * result.samples_per_second)
+    written = read_result(Place(str(tmp_path / "run")))["views_per_second"]
+    assert written == pytest.approx(result.views_per_second, rel=1e-4)
+    losses = [[line["loss"] for line in lines] for lines in (alone, together)]
+    assert len(set(losses[0])) == 6
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 # A stream expects to train on the invalid rows as well, which would fill a ninth batch in each epoch.
