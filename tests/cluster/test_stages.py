@@ -17,9 +17,11 @@ from tests.images import write_digits
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 GROWN = 2 * BATCH_SIZE
+FIRST_STAGE = {"stages.0.epochs": 1, "stages.0.image_size": 8, "batchnorm": "group"}
 SECOND_STAGE = {
     "stages.1.epochs": None,
     "stages.1.steps": 7,
+    "stages.1.image_size": 12,
     "stages.1.batch_size": GROWN,
     "stages.1.chunk_size": 50,  # 128 rows on one worker, 64 rows on each of two
     "stages.1.temperature": 0.5,
@@ -29,8 +31,8 @@ SECOND_STAGE = {
 
 
 def staged_run(**settings: Any) -> RunConfig:
-    """One epoch of nine steps, then seven steps at twice the batch size, in chunks, towards the hinge loss."""
-    return small_run(**{"stages.0.epochs": 1, "batchnorm": "group", **SECOND_STAGE, **settings})
+    """One epoch of nine steps, then seven steps on larger images at twice the batch size, in chunks, towards the hinge loss."""
+    return small_run(**FIRST_STAGE, **SECOND_STAGE, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +42,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train two stages on one worker without interruption."""
+    """Train two stages on one worker without interruption; write the sizes of the images to a file beside the run."""
     output = tmp_path_factory.mktemp("runs") / "alone"
-    raycl.train(staged_run(workers=1), data=str(data), output=str(output), quiet=True)
+    arguments = {"channels": 1, "marker": str(output.with_name("sizes"))}
+    sized = {"encoder.name": "tests.cluster.networks:sized", "encoder.kwargs": arguments}
+    raycl.train(staged_run(workers=1, **sized), data=str(data), output=str(output), quiet=True)
     return output
 
 
@@ -68,10 +72,17 @@ def test_a_stage_ends_with_an_evaluation_and_the_result_counts_all_samples(alone
     assert evaluated[-1] == (16, 1)
 
 
+def test_a_stage_trains_at_its_image_size_and_is_evaluated_at_that_of_the_run(alone: Path) -> None:
+    passes = [line.split() for line in alone.with_name("sizes").read_text().splitlines()]
+    # Eleven passes for each step of the second stage: 256 rows in six chunks, of which the last is kept.
+    assert [size for mode, size in passes if mode == "train"] == ["8"] * 9 + ["12"] * 7 * 11
+    assert {size for mode, size in passes if mode == "eval"} == {"16"}
+
+
 @pytest.mark.drill
 def test_a_worker_killed_in_the_second_stage_resumes_in_it(alone: Path, data: Path, tmp_path: Path) -> None:
-    # Nine passes, then five per step (three chunks, of which the last is kept): crashes in the fourth step.
-    arguments = {"channels": 1, "die_at": 9 + 5 * 3 + 2, "marker": str(tmp_path / "died")}
+    # Nine passes, then eleven per step: crashes in the second step of the stage.
+    arguments = {"channels": 1, "die_at": 9 + 11 + 6, "marker": str(tmp_path / "died")}
     settings = {"workers": 1, "max_failures": 1, "checkpoints.every_steps": 1, "encoder.kwargs": arguments}
     output = tmp_path / "killed"
     raycl.train(staged_run(**settings), data=str(data), output=str(output), quiet=True)
@@ -84,7 +95,7 @@ def test_a_worker_killed_in_the_second_stage_resumes_in_it(alone: Path, data: Pa
 @pytest.mark.drill
 def test_a_finished_run_continues_with_an_added_stage(alone: Path, data: Path, tmp_path: Path) -> None:
     output = tmp_path / "longer"
-    first = small_run(**{"stages.0.epochs": 1, "workers": 1, "batchnorm": "group"})
+    first = small_run(**FIRST_STAGE, workers=1)
     raycl.train(first, data=str(data), output=str(output), quiet=True)
     raycl.train(staged_run(workers=1), data=str(data), output=str(output), quiet=True, resume=True)
     assert_same_weights(output, alone)
@@ -110,26 +121,3 @@ def assert_same_weights(output: Path, expected: Path) -> None:
     assert ours.keys() == theirs.keys()
     for name, weight in ours.items():
         assert torch.equal(weight, theirs[name]), name
-
-
-def test_a_stage_trains_at_its_image_size_and_is_evaluated_at_that_of_the_run(
-    data: Path, tmp_path: Path
-) -> None:
-    config = small_run(
-        **{
-            "workers": 1,
-            "encoder.name": "tests.cluster.networks:sized",
-            "encoder.kwargs": {"channels": 1, "marker": str(tmp_path / "sizes")},
-            "batchnorm": "group",
-            "stages.0.epochs": None,
-            "stages.0.steps": 2,
-            "stages.0.image_size": 8,
-            "stages.1.image_size": 12,
-            "stages.2.image_size": None,
-        }
-    )
-    raycl.train(config, data=str(data), output=str(tmp_path / "run"), quiet=True)
-    passes = [line.split() for line in (tmp_path / "sizes").read_text().splitlines()]
-    full = str(config.data.image_size)
-    assert [size for mode, size in passes if mode == "train"] == ["8"] * 2 + ["12"] * 2 + [full] * 2
-    assert {size for mode, size in passes if mode == "eval"} == {full}
