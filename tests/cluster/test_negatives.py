@@ -158,7 +158,7 @@ def test_streamed_data_trains_with_slots_prefetched_one_step_ahead(data: Path, t
 @pytest.mark.parametrize(
     ("method", "of_whole", "of_interrupted"),
     [
-        ("moco_v3", {}, {}),
+        ("moco_v3", {"workers": 1}, {"workers": 1}),
         ("sogclr", {"bank.location": "worker"}, {"bank.max_staleness": 0, "bank.shards": 2}),
     ],
 )
