@@ -12,10 +12,13 @@ import torch.nn.functional as F
 
 from raycl.config.overrides import override
 from raycl.data.click_logs import check_labels
+from raycl.data.codecs import store_all
 from raycl.data.columns import ColumnNames
-from raycl.data.in_memory import weights_of
+from raycl.data.in_memory import InMemoryDataset, weights_of
+from raycl.data.mixed import MixedSampler
+from raycl.data.sampler import BatchShard, InMemorySampler
 from raycl.data.sources import RawRows, find_source
-from raycl.data.weights import WeightFormat
+from raycl.data.weights import WeightFormat, check_weight_columns
 from raycl.errors import ConfigError, DataError
 from raycl.losses import clip, nt_xent
 from raycl.losses.example_ids import mean_one
@@ -78,6 +81,21 @@ def test_a_batch_has_the_weights_of_its_rows_with_a_mean_of_one(name: str) -> No
     assert torch.allclose(views.example_ids.weight, torch.tensor([5, 2, 0, 7.5]).double() * 4 / 14.5)
 
 
+@pytest.mark.parametrize("samples_per_class", [None, 2])
+def test_each_batch_of_several_data_sets_has_the_weights_of_its_rows(samples_per_class: int | None) -> None:
+    samplers = []
+    for ids in (np.arange(20), np.arange(100, 130)):
+        stored = store_all({"weight": WeightFormat()}, {"weight": (ids / 4).tolist()})
+        table = pa.table(stored | {"sample_id": ids, "label": ids // 3})
+        rows = InMemoryDataset([table], {"weight": WeightFormat()})
+        samplers.append(InMemorySampler(rows=rows, seed=1, samples_per_class=samples_per_class))
+    batches = list(MixedSampler(samplers=samplers, seed=2).epoch_batches(BatchShard(batch_size=4), epoch=1))
+    assert {batch.data_set for batch in batches} == {0, 1}
+    for batch in batches:
+        weights = weights_of(batch)
+        assert weights is not None and np.array_equal(weights, batch.sample_id / 4)
+
+
 def test_weights_do_not_change_the_ids_of_rows() -> None:
     table = pa.table({"text": ["a", "b"], "w": [1.0, 2.0]})
     weighted = RawRows.of_table(table, TEXTS, None)
@@ -105,6 +123,16 @@ def test_invalid_weights_are_refused_in_one_line_before_training(
     with pytest.raises(DataError, match=message) as caught:
         find_source(str(tmp_path), TEXTS)
     assert "\n" not in str(caught.value)
+
+
+def test_rows_of_a_column_in_parts_are_counted_from_its_start() -> None:
+    parts = [
+        ("x", pa.chunked_array([[0, 1]])),
+        ("y", pa.chunked_array([[2]])),
+        ("x", pa.chunked_array([[3, -4]])),
+    ]
+    with pytest.raises(DataError, match="the weight -4 in row 3 of x"):
+        check_weight_columns(parts, where="the data")
 
 
 def test_weights_are_read_only_from_a_named_column(tmp_path: Path) -> None:
