@@ -27,6 +27,8 @@ class LossSpec:
         row_weights: whether each row has a loss, which ``data.columns.weight`` weights.
         mixes: whether a hinge may be mixed into it.
         predicts: whether its queries may pass through a prediction head.
+        neighbors: whether its positives are the nearest rows of a queue; it requires both the queue and a prediction
+            head.
         learns: scalars that can be learned: ``temperature``, ``bias``.
         settings: the settings of the loss, by their names in the configuration.
     """
@@ -44,6 +46,7 @@ class LossSpec:
     row_weights: bool = False
     mixes: bool = False
     predicts: bool = False
+    neighbors: bool = False
     learns: tuple[str, ...] = ("temperature",)
     settings: tuple[str, ...] = ("temperature",)
 
@@ -61,6 +64,8 @@ class LossSpec:
         """The stores that the loss can use."""
         if self.partition:
             return ("partition",)
+        if self.neighbors:
+            return ("queue",)
         return ("none", "queue", "memory_bank") if self.stored_negatives else ("none",)
 
     def build(self, settings: "LossSettings") -> Any:
@@ -165,6 +170,7 @@ LOSSES: dict[str, LossSpec] = {
         row_weights=True,
         settings=("temperature", "view_mean"),
     ),
+    "nnclr": LossSpec(objective="raycl.losses.nnclr:Nnclr", needs_batch=True, predicts=True, neighbors=True),
 }
 
 

@@ -313,6 +313,29 @@ def plain_poly_view(
     return weighted_mean(torch.stack(losses), None if weight is None else weight.repeat(len(views)))
 
 
+def plain_nnclr(
+    prediction: Tensor,
+    projection: Tensor,
+    support: Tensor,
+    temperature: Tensor | float,
+    *,
+    ids: Tensor | None = None,
+) -> Tensor:
+    """Compute the loss as in the paper: the nearest row of the support set among all predictions.
+
+    Without a support set, the projection is its own neighbor.
+    """
+    neighbor = projection
+    if len(support):
+        cosine = F.normalize(projection, dim=1) @ F.normalize(support, dim=1).T
+        neighbor = support[cosine.argmax(1)]
+    own = torch.arange(len(prediction))
+    ids = own if ids is None else ids
+    masked = (ids[:, None] == ids) & (own[:, None] != own)
+    logits = neighbor.detach() @ prediction.T / temperature
+    return F.cross_entropy(logits.masked_fill(masked, -torch.inf), own)
+
+
 def plain_supcon(
     rows: Tensor,
     label: Tensor,

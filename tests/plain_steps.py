@@ -27,6 +27,7 @@ from tests.plain_losses import (
     plain_hinge,
     plain_info_nce,
     plain_nce,
+    plain_nnclr,
     plain_nt_xent,
     plain_poly_view,
     plain_siglip,
@@ -395,6 +396,8 @@ class PlainRun:
                 self.normalizer = held * self.normalizer + (1 - held) * estimate
             log_normalizer = math.log(self.normalizer)
             return plain_nce(query, positive, others, temperature, len(self.slots), log_normalizer, masked)
+        if self.stage.loss == "nnclr":
+            return plain_nnclr(query, positive, others, temperature, ids=query_id)
         if self.stage.loss == "siglip":
             bias = self.bias if self.config.learn_temperature else self.bias.detach()
             return plain_siglip(

@@ -84,6 +84,15 @@ CASES = {
     ),
     # Not AdamW, which moves a weight as far for a gradient of rounding size.
     "moco_v3": Case("moco_v3", VIT | {"optimizer.name": "sgd"}),
+    "nnclr": Case(
+        "nnclr",
+        SMALL
+        | {
+            "projection_head.hidden_dim": 32,
+            "prediction_head.hidden_dim": 32,
+            "negatives.capacity": 2 * ROWS,
+        },
+    ),
     "instance_discrimination": Case("instance_discrimination", SMALL | {"negatives.num_negatives": 20}),
     "simcse": Case("simcse", TEXTS),
     "simcse chunks": Case("simcse", TEXTS | CHUNKS),

@@ -145,6 +145,12 @@ INCOMPATIBLE = {  # a recipe and its settings, and a pattern of the error
     "simclr negatives.store=partition": "loss nt_xent is incompatible with .* negatives.store none",
     "sogclr negatives.in_batch=false": "loss gcl needs in-batch negatives; set negatives.in_batch=true$",
     "sogclr stages.0.matryoshka_dims=[8]": "gcl stores one partition function of a sample, which differs between",
+    "nnclr negatives.store=none": "nnclr is incompatible .* takes key tower, and negatives.store queue",
+    "nnclr key=momentum_encoder": "nnclr is incompatible .* takes key tower, and negatives.store queue",
+    "nnclr prediction_head.num_layers=0": "neighbors with predictions; set prediction_head.num_layers to",
+    "nnclr negatives.in_batch=false": "nnclr needs in-batch negatives; set negatives.in_batch=true",
+    "nnclr negatives.capacity=255": "negatives.capacity 255 is less than a batch of 256",
+    "two_tower stages.0.loss=nnclr negatives.store=queue": "nnclr compares views of one sample, but",
     "instance_discrimination negatives.store=none key=tower": "loss nce is incompatible with key",
 }
 

@@ -6,21 +6,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
+from raycl.config.overrides import override
 from raycl.errors import ConfigError
 from raycl.losses import nnclr, nt_xent
-from raycl.losses.nnclr import nearest_rows
+from raycl.losses.example_ids import ExampleIds
+from raycl.losses.nnclr import Nnclr, nearest_rows
+from raycl.losses.objective import StoreBatch
+from raycl.recipes import recipe
+from raycl.training.train_state import EmbedConfig
 from tests.embeddings import make_rows, make_views
 from tests.gradients import leaves
-
-
-def plain_nnclr(
-    prediction: Tensor, projection: Tensor, support: Tensor, temperature: Tensor | float
-) -> Tensor:
-    cosine = F.normalize(projection, dim=1) @ F.normalize(support, dim=1).T
-    neighbor = support[cosine.argmax(1)].detach()
-    return F.cross_entropy(neighbor @ prediction.T / temperature, torch.arange(len(prediction)))
+from tests.plain_losses import plain_nnclr
 
 
 def test_value_and_gradient_equal_the_formula_for_prediction_and_temperature() -> None:
@@ -104,3 +101,19 @@ def test_another_dimension_is_refused() -> None:
     rows = torch.eye(4)
     with pytest.raises(ConfigError, match=re.escape("the support set must be [rows, dim] with the dim")):
         nnclr(rows, rows, torch.eye(3), temperature=0.1)
+
+
+def test_equal_embeddings_have_the_collapsed_loss() -> None:
+    objective, ids = Nnclr(temperature=0.1), torch.arange(16)
+    stored = StoreBatch(negatives=torch.ones(40, 4) / 2)
+    rows = torch.ones(16, 4) / 2
+    found = objective(rows, rows, stored, ExampleIds(query=ids, key=ids)).item()
+    assert found == pytest.approx(objective.collapsed_loss(batch_size=16, stored=stored))
+
+
+@pytest.mark.parametrize(("loss", "group_size"), [("nnclr", 0), ("info_nce", 256)])
+def test_a_queue_of_positives_gives_synchronized_batchnorm_no_leak_to_probe(
+    loss: str, group_size: int
+) -> None:
+    config = override(recipe("nnclr", image_size=32), {"stages.0.loss": loss})
+    assert EmbedConfig.of(config, config.stages[0]).leak_group_size == group_size

@@ -46,6 +46,7 @@ PREDICTED = {"stages.0.loss": "info_nce", "prediction_head.num_layers": 2}
 WEIGHTS = {"data.columns.weight": "weight"}
 BATCH_ONLY = {"negatives.explicit": False}
 LARGE_CROPS = {"augment.views": [{"count": 2}, {"count": 2, "size": 24}]}
+SMALL_CROPS = {"augment.views": [{"count": 2}, {"count": 1, "size": 8, "crop_scale": [0.05, 0.4]}]}
 RECIPES = {
     **{
         name: replace(case, **FEW)
@@ -119,7 +120,19 @@ RECIPES = {
     ),
     "moco_v3 crops": Case(
         "moco_v3",
-        SMALL | HEADS | {"augment.views": [{"count": 2}, {"count": 1, "size": 8, "crop_scale": [0.05, 0.4]}]},
+        SMALL | HEADS | SMALL_CROPS,
+    ),
+    "nnclr": Case("nnclr", SMALL | HEADS | LARGE_QUEUE | {"learn_temperature": True}),
+    "nnclr chunks, shuffled, prefixes": Case(
+        "nnclr",
+        SMALL
+        | HEADS
+        | CHUNKS
+        | PREFIXES
+        | {"negatives.capacity": 2 * ROWS, "batchnorm": "shuffled", "batchnorm_groups": 4},
+    ),
+    "nnclr crops, half precision": Case(
+        "nnclr", SMALL | HEADS | SMALL_CROPS | LARGE_QUEUE | {"bank.dtype": "float16"}
     ),
     "simcse predicted": Case("simcse", TEXTS | PREDICTED, **FEW),
     "instance_discrimination": Case("instance_discrimination", BANK),

@@ -252,6 +252,8 @@ def _problem_of_loss(run: "RunConfig", loss: str) -> str | None:
             f"loss {loss} compares views of one sample, but data.kind {kind} has pairs; "
             f"set loss to {join_names(name for name, each in LOSSES.items() if each.pairs)}"
         )
+    if spec.neighbors and not run.has_prediction_head:
+        return f"loss {loss} compares neighbors with predictions; set prediction_head.num_layers to 1, 2 or 3"
     return None
 
 

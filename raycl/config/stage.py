@@ -56,7 +56,8 @@ class Stage(Section):
     """``nt_xent``, ``dcl`` or ``dclw`` (Yeh et al., 2022), ``gcl``, whose negatives are the whole data set (Yuan
     et al., 2022), ``info_nce``, ``nce`` (Wu et al., 2018), ``hinge``,
     ``siglip`` (Zhai et al., 2023), ``supcon``, whose positives are all samples of a class (Khosla et al., 2020),
-    ``poly_view``, of all views of a sample at once (Shidani et al., 2024),
+    ``poly_view``, of all views of a sample at once (Shidani et al., 2024), ``nnclr``, whose positives are the nearest
+    rows of a queue (Dwibedi et al., 2021),
     or ``clip``, which classifies queries among keys and keys among queries (Radford et al., 2021).
     """
 

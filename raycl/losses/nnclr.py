@@ -1,10 +1,17 @@
 """The loss of NNCLR (Dwibedi et al., 2021): the nearest neighbor of a projection takes its place."""
 
+import math
+from dataclasses import dataclass
+from typing import Self, final
+
 import torch
 from torch import Tensor
 
+from raycl.loss_specs import LossSettings
 from raycl.losses.checks import check_columns, check_pair
-from raycl.losses.info_nce import info_nce
+from raycl.losses.example_ids import ExampleIds
+from raycl.losses.info_nce import InfoNce, info_nce
+from raycl.losses.objective import StoreBatch
 from raycl.losses.tiled import BLOCK_ROWS, product, spans, tile_size, working_precision
 
 
@@ -84,3 +91,28 @@ def _nearest(rows: Tensor, support: Tensor) -> Tensor:
         best = torch.where(is_nearer, peak, best)
         place = torch.where(is_nearer, at + piece.start, place)
     return place
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Nnclr:
+    """The neighbor of each key in the queue against the predictions of the global batch, which are the queries."""
+
+    temperature: float | Tensor
+
+    @classmethod
+    def build(cls, settings: LossSettings) -> Self:
+        """Return the loss with these settings."""
+        return cls(temperature=settings.temperature)
+
+    def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds) -> Tensor:
+        """Return the loss."""
+        assert key is not None and stored.negatives is not None, (
+            "the configuration requires views and a queue"
+        )
+        classify = InfoNce(temperature=self.temperature, in_batch=True)
+        return classify(nearest_rows(key, stored.negatives), query, StoreBatch(), ids)
+
+    def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
+        """Return the logarithm of the number of predictions."""
+        return math.log(batch_size)

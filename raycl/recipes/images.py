@@ -126,6 +126,30 @@ def moco_v3(image_size: int = 224) -> RunConfig:
     )
 
 
+def nnclr(image_size: int = 224) -> RunConfig:
+    """NNCLR (Dwibedi et al., 2021): classify the queue's nearest row of a view among the predictions of the other.
+
+    Large images follow the paper's section 4. Small images are as in ``simclr``, with heads and a queue of their
+    size.
+    """
+    is_small = image_size <= SMALL
+    stage: dict[str, Any] = {}
+    if not is_small:
+        stage = {
+            "epochs": 1_000,
+            "batch_size": 4_096,
+            "learning_rate": 0.3,
+            "learning_rate_scaling": "linear",
+        }
+    heads = {
+        "projection_head": HeadConfig(num_layers=3, hidden_dim=512 if is_small else 2_048, dim=256),
+        "prediction_head": PredictionHeadConfig(num_layers=2, hidden_dim=1_024 if is_small else 4_096),
+    }
+    negatives = NegativesConfig(store="queue", capacity=4_096 if is_small else 98_304)
+    base = _simclr_with("nnclr", image_size, **stage)
+    return base.model_copy(update={"negatives": negatives, **heads})
+
+
 def instance_discrimination(image_size: int = 224) -> RunConfig:
     """InstDisc (Wu et al., 2018): distinguish the sample's slot of a memory bank from random slots.
 

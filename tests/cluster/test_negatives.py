@@ -35,6 +35,11 @@ def run_of(method: str, **settings: Any) -> RunConfig:
     stores: dict[str, dict[str, Any]] = {
         "moco_v2": {"negatives.capacity": CAPACITY},
         "moco_v3": {"projection_head.hidden_dim": 64, "prediction_head.hidden_dim": 64},
+        "nnclr": {
+            "projection_head.hidden_dim": 64,
+            "prediction_head.hidden_dim": 64,
+            "negatives.capacity": CAPACITY,
+        },
         "instance_discrimination": {"negatives.num_negatives": 100, "batchnorm": "synchronized"},
         "sogclr": {"negatives.bank_momentum": 0.5},
     }
@@ -159,6 +164,7 @@ def test_streamed_data_trains_with_slots_prefetched_one_step_ahead(data: Path, t
     ("method", "of_whole", "of_interrupted"),
     [
         ("moco_v3", {"workers": 1}, {"workers": 1}),
+        ("nnclr", {"workers": 1}, {"workers": 1}),
         ("sogclr", {"bank.location": "worker"}, {"bank.max_staleness": 0, "bank.shards": 2}),
     ],
 )

@@ -41,6 +41,7 @@ SMALL = {
     "moco_v1": IMAGES + QUEUE,
     "moco_v2": IMAGES + QUEUE,
     "moco_v3": IMAGES,
+    "nnclr": IMAGES + QUEUE,
     "instance_discrimination": [*IMAGES, "negatives.num_negatives=64"],
     "simcse": TEXTS,
     "esimcse": TEXTS + QUEUE,

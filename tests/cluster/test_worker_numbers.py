@@ -44,6 +44,7 @@ OWN: dict[str, dict[str, Any]] = {
     "moco_v1": IMAGES | QUEUE,
     "moco_v2": IMAGES | QUEUE,
     "moco_v3": IMAGES,
+    "nnclr": IMAGES | QUEUE,
     "instance_discrimination": IMAGES
     | {"negatives.num_negatives": 64, "batchnorm": "synchronized", "bank.max_staleness": 0},
     "simcse": TEXTS | {"encoder.kwargs": TRANSFORMER, "projection_head.dim": 16},

@@ -31,6 +31,7 @@ from tests.plain_losses import (
     plain_hinge,
     plain_info_nce,
     plain_nce,
+    plain_nnclr,
     plain_nt_xent,
     plain_poly_view,
     plain_siglip,
@@ -206,6 +207,10 @@ def _poly_view_case(mean: str) -> Case:
     )
 
 
+def _nnclr(batch: Batch) -> Tensor:
+    return plain_nnclr(batch.query, batch.key, batch.others, batch.temperature, ids=batch.query_id)
+
+
 def _nce(batch: Batch) -> Tensor:
     """Estimate the normalizing constant from the batch, as the first step does."""
     noise, masked = batch.others.detach(), batch.query_id[:, None] == batch.other_id
@@ -289,6 +294,9 @@ CASES = {
     "supcon": Case(loss="supcon", plain=_supcon),
     "poly_view": _poly_view_case("geometric"),
     "poly_view, arithmetic": _poly_view_case("arithmetic"),
+    "nnclr": Case(
+        loss="nnclr", plain=_nnclr, negatives=True, recipe="nnclr", run={"negatives.store": "queue"}
+    ),
     "nce": Case(loss="nce", plain=_nce, own_slot=True, no_ring=ALONE, recipe="instance_discrimination"),
     "hinge": _hinge_case(hardest=False, bidirectional=True),
     "hinge of the hardest": _hinge_case(hardest=True, bidirectional=True),

@@ -128,6 +128,7 @@ METHODS: dict[str, dict[str, Any]] = {
         | HEADS
         | QUEUE
     ),
+    "nnclr": {"projection_head.hidden_dim": 24, "prediction_head.hidden_dim": 24} | QUEUE,
     "simclr with predicted and shuffled views": (
         {"recipe": "simclr", "batchnorm": "shuffled", "batchnorm_groups": 4, "stages.0.loss": "info_nce"}
         | {"prediction_head.num_layers": 2}
