@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from raycl.config.overrides import override
 from raycl.errors import ConfigError
 from raycl.gradient_cache import embed_in_chunks
-from raycl.losses import clip, dcl, info_nce, nt_xent, siglip, supcon
+from raycl.losses import clip, dcl, info_nce, nnclr, nt_xent, siglip, supcon
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.matryoshka import Matryoshka
+from raycl.losses.nnclr import nearest_rows
 from raycl.losses.objective import StoreBatch, build_objective
 from raycl.negatives.queue import KeyQueue
 from raycl.recipes import recipe
@@ -177,6 +178,43 @@ def test_a_queue_of_negative_size_is_refused() -> None:
         KeyQueue(-1, 2)
     with pytest.raises(ConfigError, match="rows of dim -1"):
         KeyQueue(10, -1)
+
+
+# lightly, tests/models/test_ModelsNNCLR.py at e8d317fc
+
+
+@pytest.mark.parametrize("dim", (512, 2_048))
+@pytest.mark.parametrize("capacity", (2**3, 2**8))
+def test_neighbors_are_stored_rows_for_any_number_of_batches(capacity: int, dim: int) -> None:
+    queue = KeyQueue(capacity, dim)
+    for step in range(10):
+        first, second = random_views(2, dim, step)
+        stored = torch.from_numpy(queue.negatives().rows.copy())
+        queue.push(second.numpy(), np.arange(2), step)
+        for view in (first, second):
+            neighbor = nearest_rows(view, stored)
+            assert neighbor.shape == (2, dim)
+            # lightly's bank has random rows at first; here the rows are their own neighbors.
+            expected = stored[(view @ stored.T).argmax(1)] if step else view
+            assert neighbor.equal(expected)
+
+
+# solo-learn, tests/losses/test_nnclr.py at 9187ea3
+
+
+def test_predictions_follow_the_neighbors_in_twenty_steps() -> None:
+    generator = torch.Generator().manual_seed(0)
+    neighbor, prediction = (torch.randn(32, 128, generator=generator) for _ in range(2))
+    prediction.requires_grad_()
+    losses = []
+    for _ in range(21):
+        rows = F.normalize(prediction, dim=1)
+        loss = nnclr(rows, F.normalize(neighbor, dim=1), torch.empty(0, 128), temperature=0.1)
+        (gradient,) = torch.autograd.grad(loss, prediction)
+        prediction.data.add_(gradient, alpha=-0.5)
+        losses.append(loss.item())
+    assert losses[0] != 0
+    assert losses[-1] < losses[0]
 
 
 # open_clip, tests/test_siglip_chunked_loss.py at 89fb801 (June 2026)
