@@ -170,7 +170,13 @@ LOSSES: dict[str, LossSpec] = {
         row_weights=True,
         settings=("temperature", "view_mean"),
     ),
-    "nnclr": LossSpec(objective="raycl.losses.nnclr:Nnclr", needs_batch=True, predicts=True, neighbors=True),
+    "nnclr": LossSpec(
+        objective="raycl.losses.nnclr:Nnclr",
+        needs_batch=True,
+        predicts=True,
+        neighbors=True,
+        row_weights=True,
+    ),
 }
 
 

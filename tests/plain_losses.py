@@ -320,6 +320,7 @@ def plain_nnclr(
     temperature: Tensor | float,
     *,
     ids: Tensor | None = None,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """Compute the loss as in the paper: the nearest row of the support set among all predictions.
 
@@ -333,7 +334,8 @@ def plain_nnclr(
     ids = own if ids is None else ids
     masked = (ids[:, None] == ids) & (own[:, None] != own)
     logits = neighbor.detach() @ prediction.T / temperature
-    return F.cross_entropy(logits.masked_fill(masked, -torch.inf), own)
+    losses = F.cross_entropy(logits.masked_fill(masked, -torch.inf), own, reduction="none")
+    return weighted_mean(losses, weight)
 
 
 def plain_supcon(

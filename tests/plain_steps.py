@@ -397,7 +397,7 @@ class PlainRun:
             log_normalizer = math.log(self.normalizer)
             return plain_nce(query, positive, others, temperature, len(self.slots), log_normalizer, masked)
         if self.stage.loss == "nnclr":
-            return plain_nnclr(query, positive, others, temperature, ids=query_id)
+            return plain_nnclr(query, positive, others, temperature, ids=query_id, weight=self.names.weight)
         if self.stage.loss == "siglip":
             bias = self.bias if self.config.learn_temperature else self.bias.detach()
             return plain_siglip(

@@ -208,7 +208,8 @@ def _poly_view_case(mean: str) -> Case:
 
 
 def _nnclr(batch: Batch) -> Tensor:
-    return plain_nnclr(batch.query, batch.key, batch.others, batch.temperature, ids=batch.query_id)
+    rows = batch.query, batch.key, batch.others
+    return plain_nnclr(*rows, batch.temperature, ids=batch.query_id, weight=batch.weight)
 
 
 def _nce(batch: Batch) -> Tensor:
