@@ -111,9 +111,12 @@ def test_equal_embeddings_have_the_collapsed_loss() -> None:
     assert found == pytest.approx(objective.collapsed_loss(batch_size=16, stored=stored))
 
 
-@pytest.mark.parametrize(("loss", "group_size"), [("nnclr", 0), ("info_nce", 256)])
-def test_a_queue_of_positives_gives_synchronized_batchnorm_no_leak_to_probe(
-    loss: str, group_size: int
+@pytest.mark.parametrize(
+    ("method", "loss", "group_size"),
+    [("nnclr", "nnclr", 0), ("sogclr", "gcl", 0), ("nnclr", "info_nce", 256)],
+)
+def test_synchronized_batchnorm_is_probed_only_with_negatives_of_other_batches(
+    method: str, loss: str, group_size: int
 ) -> None:
-    config = override(recipe("nnclr", image_size=32), {"stages.0.loss": loss})
+    config = override(recipe(method, image_size=32), {"stages.0.loss": loss})
     assert EmbedConfig.of(config, config.stages[0]).leak_group_size == group_size

@@ -58,7 +58,7 @@ class EmbedConfig:
     def of(cls, config: RunConfig, stage: Stage) -> "EmbedConfig":
         """Return the settings of a stage."""
         rows_per_group = config.rows_per_group(stage)
-        in_batch_only = config.negatives.store == "none" or LOSSES[stage.loss].neighbors
+        in_batch_only = config.negatives.store in ("none", "partition") or LOSSES[stage.loss].neighbors
         leak_group_sizes = {
             "synchronized": 0 if in_batch_only else stage.batch_size,
             "local": 0 if in_batch_only and config.workers_of(stage) == 1 else config.local_batch_size(stage),
