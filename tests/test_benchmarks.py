@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import json
+import math
 import re
 import shlex
 import sys
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
+import partition_error  # pyright: ignore[reportMissingImports]
 import run  # pyright: ignore[reportMissingImports]
 import scale_model  # pyright: ignore[reportMissingImports]
 from comparisons import (  # pyright: ignore[reportMissingImports]
@@ -33,6 +36,8 @@ from measuring import (  # pyright: ignore[reportMissingImports]
 )
 from performance_page import BEGIN, END  # pyright: ignore[reportMissingImports]
 from suite import SECTIONS, SUITE  # pyright: ignore[reportMissingImports]
+
+from tests.embeddings import make_views
 
 BY_NAME = {benchmark.name: benchmark for benchmark in SUITE}
 
@@ -349,6 +354,34 @@ if "--silent" not in sys.argv:
     path.write_text(json.dumps({"lines": [{"side": "raycl", "rate": rate}, {"side": "peer", "rate": 10.0}]}))
 assert "--fail-late" not in sys.argv, "as requested"
 """
+
+
+def test_errors_of_partition_functions_are_against_the_mean_over_all_views_of_other_samples() -> None:
+    views, stored = (
+        [each.double() for each in make_views(32, 6, noise=0.5)],
+        torch.linspace(0, 1, 10)[:, None],
+    )
+    found = partition_error.errors(*views, stored, batch_size=8, temperature=0.2, momentum=0.3)
+
+    def mean(row: int, others: range) -> float:
+        weights = [
+            math.exp(float(own[row] @ other[k]) / 0.2)
+            for own in views
+            for other in views
+            for k in others
+            if k != row
+        ]
+        return sum(weights) / len(weights)
+
+    for row in range(10):
+        true, of_batch, u = (
+            mean(row, range(32)),
+            mean(row, range(row // 8 * 8, row // 8 * 8 + 8)),
+            stored[row].exp(),
+        )
+        assert found["stored"][row] == pytest.approx(float((u / true).log()), abs=1e-5)
+        assert found["batch"][row] == pytest.approx(math.log(of_batch / true), abs=1e-5)
+        assert found["both"][row] == pytest.approx(float(((0.3 * u + 0.7 * of_batch) / true).log()), abs=1e-5)
 
 
 @pytest.fixture

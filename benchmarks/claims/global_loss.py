@@ -65,7 +65,7 @@ FIGURE = ClaimFigure(
     title="The whole data set as negatives of a small batch",
     source="Yuan et al., 2022",
     settings={"cpu": _settings(64, 1_024), "gpu": _settings(64, 1_024)},
-    shared={"cpu": _shared(20), "gpu": _shared(200)},
+    shared={"cpu": _shared(24), "gpu": _shared(200)},
     columns={"knn_top1": "kNN top-1", "loss": "last loss", "steps": "steps", "seconds": "seconds"},
     claims=claims,
     panels=(replace(KNN, y="loss, batch size"),),
