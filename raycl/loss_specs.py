@@ -20,6 +20,7 @@ class LossSpec:
         is_for_pairs: whether it is preferred for two towers.
         stored_negatives: whether it uses the rows of a queue or a memory bank.
         explicit_negatives: whether it uses negatives given with the queries.
+        guided: whether it masks the negatives that a guide finds nearer than the positive.
         needs_batch: whether the other rows of the batch must be negatives.
         partition: whether it requires the partition function of each sample.
         labels: whether it requires labels.
@@ -39,6 +40,7 @@ class LossSpec:
     is_for_pairs: bool = False
     stored_negatives: bool = False
     explicit_negatives: bool = False
+    guided: bool = False
     needs_batch: bool = False
     partition: bool = False
     labels: bool = False
@@ -116,6 +118,7 @@ LOSSES: dict[str, LossSpec] = {
         pairs=True,
         stored_negatives=True,
         explicit_negatives=True,
+        guided=True,
         mixes=True,
         predicts=True,
         row_weights=True,
@@ -127,6 +130,7 @@ LOSSES: dict[str, LossSpec] = {
         is_for_pairs=True,
         stored_negatives=True,
         explicit_negatives=True,
+        guided=True,
         needs_batch=True,
         mixes=True,
         row_weights=True,

@@ -35,6 +35,18 @@ def are_pairs(query_id: Tensor, candidate_id: Tensor, batch: dict[str, Tensor]) 
     return of_query.double() @ of_candidate.double().T > 0  # the number of pairs with both ids
 
 
+def are_nearer(
+    rows: Tensor, positives: Tensor, candidates: Tensor, *, margin: float = 0.0, relative: bool = False
+) -> Tensor:
+    """Return for each row and candidate whether it is nearer than the row's positive less the margin, one by one."""
+    answers = []
+    for row, positive in zip(rows.double(), positives.double(), strict=True):
+        near = float(row @ positive)
+        limit = near - margin * abs(near) if relative else near - margin
+        answers += [float(row @ candidate) > limit for candidate in candidates.double()]
+    return torch.tensor(answers, dtype=torch.bool).view(len(rows), len(candidates))
+
+
 def plain_nt_xent(
     view_a: Tensor,
     view_b: Tensor,
@@ -131,8 +143,12 @@ def plain_info_nce(
     negative_id: Tensor | None = None,
     pair_ids: tuple[Tensor, Tensor] | None = None,
     weight: Tensor | None = None,
+    nearer: Tensor | None = None,
 ) -> Tensor:
-    """Compute the loss as in the papers: own key first, then all candidates, cross entropy."""
+    """Compute the loss as in the papers: own key first, then all candidates, cross entropy.
+
+    ``nearer`` [queries, candidates] are further masked candidates.
+    """
     index = torch.arange(len(query)) + offset
     positive = (query * key[index]).sum(1, keepdim=True)
     similarity, masked = [positive], [torch.zeros(len(query), 1, dtype=torch.bool)]
@@ -150,6 +166,9 @@ def plain_info_nce(
         masked.append(same if negative_id is None or ids is None else ids[0][:, None] == negative_id)
     logits = torch.cat(similarity, 1) / temperature
     logits = logits.masked_fill(torch.cat(masked, 1), -torch.inf)
+    if nearer is not None:
+        kept = torch.zeros(len(query), 1, dtype=torch.bool)
+        logits = logits.masked_fill(torch.cat([kept, nearer], 1), -torch.inf)
     losses = F.cross_entropy(logits, torch.zeros(len(query), dtype=torch.int64), reduction="none")
     return weighted_mean(losses, weight)
 
@@ -168,8 +187,12 @@ def plain_bidirectional(
     negative_log_frequency: Tensor | None = None,
     refines_logq: bool = False,
     weight: Tensor | None = None,
+    nearer: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Write the loss down with all pairs of the batch at once; ``own`` are this worker's."""
+    """Write the loss down with all pairs of the batch at once; ``own`` are this worker's.
+
+    ``nearer`` are further masked candidates: of queries [batch, batch + negatives], and of keys [batch, batch].
+    """
     pair = torch.arange(len(keys))
     ids = {
         "query_id": pair if query_id is None else query_id,
@@ -185,6 +208,10 @@ def plain_bidirectional(
     forth = torch.cat([similarity - off, others - off_negatives], 1)
     forth = forth.masked_fill(torch.cat([false, false_negatives], 1), -torch.inf)
     back = similarity.T.masked_fill(false.T, -torch.inf)
+    if nearer is not None:
+        is_other = ~torch.eye(*forth.shape, dtype=torch.bool)
+        forth = forth.masked_fill(nearer[0] & is_other, -torch.inf)
+        back = back.masked_fill(nearer[1] & is_other[:, : len(keys)], -torch.inf)
     if refines_logq:
         assert key_log_frequency is not None, "the refined correction needs frequencies"
         to_keys = plain_refined_logq(forth, similarity.diagonal(), key_log_frequency.double())[own]

@@ -78,6 +78,7 @@ OTHERS: dict[str, Any] = {
     "negatives.store": "queue",
     "negatives.bank_init": "encoder",
     "negatives.normalizer_momentum": 0.25,
+    "negatives.guide.margin_strategy": "relative",
     "bank.location": "worker",
     "bank.name": "mine",
     "bank.max_staleness": 0,
@@ -256,7 +257,7 @@ RUNS = {
 # Settings used by the parts below; the driver, the data module and the trainer read the others.
 BUILT = re.compile(
     r"data\.(image_size|decode_size|channels|max_pixels)|text\.(max.*|.*_prompt)|augment\..*|text_augment\..*|encoder\..*|text_encoder\..*|"
-    r"separate_towers|projection_head\..*|prediction_head\..*|learn_temperature|momentum_encoder\..*|negatives\.(?!bank_init).*|bank\..*|"
+    r"separate_towers|projection_head\..*|prediction_head\..*|learn_temperature|momentum_encoder\..*|negatives\.(?!bank_init|guide).*|bank\..*|"
     r"ema_decay|batchnorm.*|optimizer\..*|stages\.0\.(?!workers|logq).*"
 )
 

@@ -21,13 +21,15 @@ from raycl.errors import ConfigError
 from raycl.gradient_cache import embed_in_chunks
 from raycl.losses import clip, dcl, info_nce, nnclr, nt_xent, siglip, supcon
 from raycl.losses.example_ids import ExampleIds
+from raycl.losses.guide import Guide
 from raycl.losses.matryoshka import Matryoshka
 from raycl.losses.nnclr import nearest_rows
 from raycl.losses.objective import StoreBatch, build_objective
 from raycl.negatives.queue import KeyQueue
 from raycl.recipes import recipe
+from tests.embeddings import make_rows, make_views
 from tests.gradients import assert_close, leaves, value_and_gradients
-from tests.plain_losses import plain_dcl, plain_info_nce, plain_nt_xent, plain_supcon
+from tests.plain_losses import are_nearer, plain_dcl, plain_info_nce, plain_nt_xent, plain_supcon
 from tests.tiles import tiny_tiles_in
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -439,6 +441,69 @@ def test_the_positive_of_the_second_worker_is_a_candidate_at_a_low_temperature()
     expected = plain_info_nce(query.double(), gathered.double(), torch.tensor(0.01), offset=3).item()
     found = info_nce(query, key, temperature=0.01, gathered_key=gathered, offset=3).item()
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+# sentence-transformers, tests/sentence_transformer/losses/test_gist_embed.py and test_cached_gist_embed.py at cad21198
+
+
+def gist_of(*columns: Tensor, temperature: float = 0.01, **settings: Any) -> Tensor:
+    """Return the loss of the peer on embeddings of the model, and then of the guide."""
+    peer = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
+    loss = peer.GISTEmbedLoss.__new__(peer.GISTEmbedLoss)
+    nn.Module.__init__(loss)
+    defaults = {
+        "margin_strategy": "absolute",
+        "margin": 0.0,
+        "contrast_anchors": True,
+        "contrast_positives": True,
+    }
+    fixed = {"gather_across_devices": False, "must_retokenize": False, "temperature": temperature}
+    for name, value in {**defaults, **fixed, **settings}.items():
+        setattr(loss, name, value)
+    loss.similarity_fct, loss.cross_entropy_loss = nn.CosineSimilarity(dim=-1), nn.CrossEntropyLoss()
+    half = len(columns) // 2
+    loss.model = lambda features: {"sentence_embedding": columns[:half][features["column"]]}
+    loss.guide = lambda features: {"sentence_embedding": columns[half:][features["column"]]}
+    return loss([{"column": column} for column in range(half)], None)
+
+
+@pytest.mark.parametrize("margin", (0.0, 0.1))
+def test_the_guide_keeps_the_positive_of_the_second_worker(margin: float) -> None:
+    query, key = random_views(3, 16, 7)
+    gathered = torch.cat([random_views(3, 16, 1234)[0], key])
+    other = random_views(3, 16, 1234)[0]
+    guide = Guide.of(torch.cat([other, query]), gathered, margin=margin)
+    found = info_nce(query, key, temperature=0.01, gathered_key=gathered, offset=3, guide=guide)
+    nearer = are_nearer(query, key, gathered, margin=margin)
+    doubles = query.double(), gathered.double()
+    expected = plain_info_nce(*doubles, torch.tensor(0.01), offset=3, nearer=nearer).item()
+    assert found.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_relative_margin_masks_a_negative_nearer_than_a_distant_positive() -> None:
+    query = torch.tensor([[1.0, 0.0, 0.0], [-0.49, 0.0, math.sqrt(1 - 0.49**2)]])
+    key = torch.stack([torch.tensor([-0.5, math.sqrt(1 - 0.5**2), 0.0]), query[1]])  # of cosines -0.5 and 1
+    guide = Guide.of(query, key, margin=0.05, relative=True)
+    first = info_nce(query[:1], key[:1], temperature=0.01, gathered_key=key, guide=guide)
+    assert first.item() == 0  # the only negative is masked
+    assert info_nce(query[:1], key[:1], temperature=0.01, gathered_key=key).item() > 0.5
+
+
+@pytest.mark.parametrize("strategy", ("absolute", "relative"))
+@pytest.mark.parametrize("margin", (0.0, 0.1, 0.4))
+def test_a_guided_loss_of_pairs_and_negatives_equals_gist_without_its_further_candidates(
+    margin: float, strategy: str
+) -> None:
+    model, guide = (
+        (*make_views(40, 16, noise=0.8, seed=seed), make_rows(40, 16, seed=seed)) for seed in (1, 2)
+    )
+    settings: dict[str, Any] = {"margin": margin, "margin_strategy": strategy, "temperature": 0.1}
+    expected = gist_of(*model, *guide, **settings, contrast_anchors=False, contrast_positives=False)
+    rows = Guide.of(*guide, margin=margin, relative=strategy == "relative")
+    found = info_nce(*model[:2], temperature=0.1, negatives=model[2], guide=rows)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    # By default the peer adds queries as negatives of queries, and positives as negatives of positives.
+    assert gist_of(*model, *guide, **settings).item() > found.item() + 0.01
 
 
 # sentence-transformers, tests/sentence_transformer/losses/test_matryoshka.py and test_cmnrl.py at cad21198

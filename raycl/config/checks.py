@@ -22,6 +22,7 @@ def problems(run: "RunConfig") -> Iterator[str]:
         _check_stages,
         _check_sources,
         _check_losses,
+        _check_guide,
         _check_rollback,
         _check_channels,
     ):
@@ -254,6 +255,34 @@ def _problem_of_loss(run: "RunConfig", loss: str) -> str | None:
         )
     if spec.neighbors and not run.has_prediction_head:
         return f"loss {loss} compares neighbors with predictions; set prediction_head.num_layers to 1, 2 or 3"
+    return None
+
+
+def _check_guide(run: "RunConfig") -> str | None:
+    guide, store = run.negatives.guide, run.negatives.store
+    given = {"query": guide.query, "document": guide.document}
+    missing = [name for name, folder in given.items() if folder is None]
+    if len(missing) == len(given) or why_inactive(run, "negatives.guide"):
+        return None
+    if missing:
+        return f"negatives.guide has no folder of embeddings as {missing[0]}; give query and document, or neither"
+    if store != "none":
+        return (
+            f"negatives.guide has no embeddings of stored keys, got negatives.store {store}; set it to none"
+        )
+    for stage in run.stages:
+        if not LOSSES[stage.loss].guided:
+            guided = join_names(name for name, spec in LOSSES.items() if spec.guided)
+            return f"loss {stage.loss} cannot use negatives.guide; remove it, or set loss to {guided}"
+        if stage.has_hinge:
+            return (
+                "negatives.guide masks no negatives of a hinge; set hinge_weight=0, or remove negatives.guide"
+            )
+        if stage.logq_correction == "refined":
+            return (
+                "logq_correction refined counts the negatives, of which negatives.guide masks some; "
+                "set logq_correction to simple or none, or remove negatives.guide"
+            )
     return None
 
 

@@ -93,6 +93,10 @@ _OWN_TOKENIZER = Condition(
 _MEMORY_BANK = when("negatives.store", "memory_bank")
 _SLOTS = when("negatives.store", "memory_bank", "partition")
 _ACTOR = when("bank.location", "actor")
+_GUIDED = Condition(
+    "negatives.guide.query and negatives.guide.document",
+    lambda run, _: None not in (run.negatives.guide.query, run.negatives.guide.document),
+)
 _HIDDEN_LAYERS = Condition(
     "projection_head.num_layers 2 or 3", lambda run, _: run.projection_head.num_layers > 1
 )
@@ -213,6 +217,9 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
             lambda run, _: any("normalizer_momentum" in LOSSES[stage.loss].settings for stage in run.stages),
         ),
     ),
+    "negatives.guide": (_PAIRS,),
+    "negatives.guide.margin": (_GUIDED,),
+    "negatives.guide.margin_strategy": (_GUIDED,),
     "bank": (when("negatives.store", "queue", "memory_bank", "partition"),),
     "bank.name": (_ACTOR,),
     "bank.shards": (_SLOTS, _ACTOR),

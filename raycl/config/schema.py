@@ -357,6 +357,27 @@ class MomentumEncoderConfig(Section):
 
 
 @final
+class GuideConfig(Section):
+    """Embeddings by another encoder, which masks the negatives that it finds nearer than the positive (Solatorio, 2024).
+
+    They are folders of parquet files with the columns ``query_id`` or ``document_id``, and ``representation``, as
+    ``raycl embed`` writes them.
+    """
+
+    query: str | None = None
+    """Folder of the queries' embeddings, by ``query_id``."""
+
+    document: str | None = None
+    """Folder of the embeddings of documents and explicit negatives, by ``document_id``."""
+
+    margin: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    """A negative is masked if its similarity is above the positive's minus this margin, in cosine."""
+
+    margin_strategy: Literal["absolute", "relative"] = "absolute"
+    """``relative`` multiplies the margin by the absolute value of the positive's similarity."""
+
+
+@final
 class NegativesConfig(Section):
     """Sources of negatives, which may be combined: the batch, explicit negatives, a queue or a memory
     bank.
@@ -393,6 +414,9 @@ class NegativesConfig(Section):
     """Weight of the old value when NCE's normalizing constant is updated, below 1; by default the first
     estimate is kept.
     """
+
+    guide: GuideConfig = GuideConfig()
+    """Another encoder that masks negatives."""
 
 
 @final

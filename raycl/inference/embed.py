@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from raycl.data.codecs import Formats
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import decode_dataset, decode_source
+from raycl.data.ids import IdFormat
 from raycl.data.in_memory import Batch, InMemoryDataset, pixels_of, tokens_of
 from raycl.data.read_stats import ReadStats
 from raycl.data.sources import find_source
@@ -31,6 +32,7 @@ from raycl.ray_runtime import connect_cluster, fetch_tables
 from raycl.training.coordinator import rows_in
 
 BATCH_SIZE = 256
+IDS = ("query_id", "document_id")  # written beside the representation if their columns are named
 BLOCK_ROWS = 4_096
 
 
@@ -50,8 +52,8 @@ def embed_to_parquet(
 ) -> ReadStats:
     """Embed all images or texts at ``data`` with the encoder of ``run``, into a folder of parquet files.
 
-    Columns: ``sample_id``, ``label`` (-1 if missing), ``representation`` (float32 list). ``side`` selects
-    one of two towers. A run that trained your own module needs it as ``network``. Returns the read
+    Columns: ``sample_id``, ``label`` (-1 if missing), ``representation`` (float32 list), and ``query_id`` or
+    ``document_id`` if ``columns`` names them, as the numbers that a run compares. ``side`` selects one of two towers. A run that trained your own module needs it as ``network``. Returns the read
     statistics, with invalid rows by cause. Raises ``StorageError`` if the output exists, and
     ``DataError`` if too many rows are invalid, which leaves nothing at the output.
     """
@@ -64,7 +66,7 @@ def embed_to_parquet(
         connect_cluster(address, debug=debug, quiet_core=True)
         filesystem, path = place.resolve()
         with counting_decoder(
-            formats_of(encoder),
+            {**formats_of(encoder), **{role: IdFormat() for role in IDS if role in source.columns.contents}},
             num_rows=source.num_rows,
             title="embedding",
             max_invalid_fraction=max_invalid_fraction,
@@ -152,7 +154,7 @@ class Embedder:
         self._formats = formats_of(self._encoder)
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Return ``sample_id``, ``label`` and ``representation`` of decoded rows."""
+        """Return ``sample_id``, ``label`` and ``representation`` of decoded rows, and the ids that they have."""
         rows = InMemoryDataset([table], self._formats)
         width = self._encoder.spec.representation_dim
         inputs = (encoder_input(self._encoder, batch) for batch in rows.batches(BATCH_SIZE))
@@ -160,11 +162,13 @@ class Embedder:
         if len(rows):
             representation = embed(self._encoder, inputs, precision=self._precision)
         flat = pa.array(representation.numpy().reshape(-1), pa.float32())
+        ids = [role for role in IDS if f"{role}.id" in table.column_names]
         return pa.table(
             {
                 "sample_id": table["sample_id"],
                 "label": table["label"],
                 "representation": pa.FixedSizeListArray.from_arrays(flat, width),
+                **{role: table[f"{role}.id"].combine_chunks().flatten() for role in ids},
             }
         )
 
@@ -183,9 +187,9 @@ def formats_of(encoder: ImageEncoder | TextEncoder) -> Formats:
 
 
 def columns_for(encoder: ImageEncoder | TextEncoder, columns: ColumnNames | None) -> ColumnNames:
-    """Return the columns without any content but the one that an encoder takes."""
+    """Return the columns without any content but the one that an encoder takes, and ids."""
     named, role = columns or ColumnNames(), role_of(encoder)
-    others = {each: None for each in named.contents if each != role}
+    others = {each: None for each in named.contents if each not in (role, *IDS)}
     return replace(named, **{role: getattr(named, role) or role}, **others)
 
 

@@ -23,6 +23,7 @@ from raycl.losses.checks import (
 )
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.false_negatives import key_mask, query_mask
+from raycl.losses.guide import Guide
 from raycl.losses.info_nce import ring_info_nce
 from raycl.losses.logq import checked_log_frequency, logit_biases, refined_row_loss
 from raycl.losses.mutual import MutualSoftmax
@@ -62,6 +63,7 @@ def clip(
     negative_log_frequency: Tensor | None = None,
     refines_logq: bool = False,
     weight: Tensor | None = None,
+    guide: Guide | None = None,
 ) -> Tensor:
     """Classify each query's key among keys and each key's query among queries (Radford et al., 2021).
 
@@ -105,6 +107,8 @@ def clip(
             as in Khrylchenko et al. (2025); see :func:`raycl.losses.logq.refined_logq`.
         weight: [local_batch], the weight of each pair in the mean; of mean 1 over all workers for a
             weighted mean. No gradient.
+        guide: embeddings of another encoder, of all pairs and negatives. It masks, in both directions, the
+            candidates that it finds nearer than the positive (Solatorio, 2024); excludes ``refines_logq``.
 
     Returns:
         A scalar, float32 (float64 for float64 embeddings). It can be differentiated once, with
@@ -117,6 +121,10 @@ def clip(
     check_pair("query and key", query, key)
     if refines_logq and key_log_frequency is None:
         raise ConfigError("refines_logq needs log frequencies: key_log_frequency is None; pass both")
+    if refines_logq and guide is not None:
+        raise ConfigError(
+            "refines_logq counts negatives, and a guide masks some of them; pass one of the two"
+        )
     queries, keys = _checked_batch(query, key, gathered_query, gathered_key)
     check_offset(offset, len(query), len(keys))
     others = query.new_empty(0, query.shape[1]) if negatives is None else negatives
@@ -124,6 +132,8 @@ def clip(
     own = slice(offset, offset + len(query))
     batch = None if gathered_key is None else len(keys)
     num_negatives = None if negatives is None else len(others)
+    if guide is not None:
+        guide.check(len(keys), len(others))
     ids = checked_pair_ids(
         sample_id=None,
         query_id=(query_id, gathered_query_id),
@@ -146,7 +156,7 @@ def clip(
     biases = None if frequencies is None else logit_biases(*frequencies, rows)
     weight = checked_weight(weight, query)
     is_local = gathered_key is None and len(others) == 0 and not others.requires_grad and biases is None
-    if is_local:
+    if is_local and guide is None:  # a guide's masks of the two directions differ
         evaluate = partial(_evaluate_local, pair_ids=ids, weight=weight)
         return fused(evaluate, rows, keys.to(rows), checked_temperature(temperature, rows))
     evaluate = partial(
@@ -157,6 +167,7 @@ def clip(
         biases=biases,
         refined=key_log_frequency if refines_logq else None,
         weight=weight,
+        guide=guide,
     )
     # A half-precision queue that requires no gradient is converted tile by tile.
     others = others.to(rows) if others.requires_grad else others
@@ -204,6 +215,7 @@ def _evaluate(
     biases: tuple[Tensor, Tensor] | None,
     refined: Tensor | None,
     weight: Tensor | None,
+    guide: Guide | None,
     with_gradient: bool,
 ) -> tuple[Tensor, Gradients]:
     """Return the loss of the local pairs against all workers' pairs and negatives, in one pass per direction.
@@ -213,6 +225,12 @@ def _evaluate(
     group = RowGroup(slice(0, own.stop - own.start), positive=own.start)
     to_keys = query_mask(pair_ids, own, negative_id, group.blocks, in_batch=True)
     to_queries = key_mask(pair_ids, own, group.blocks)
+    row_loss = cross_entropy
+    if refined is not None:
+        num_candidates = len(keys) + len(negatives)
+        row_loss = refined_row_loss(refined, to_keys, num_candidates=num_candidates, dtype=queries.dtype)
+    if guide is not None:
+        to_keys, to_queries = guide.mask(to_keys, own), guide.swapped().mask(to_queries, own)
     length = torch.stack([longest(each, queries.dtype) for each in (keys, negatives)]).amax()
     spread = 0.0 if biases is None else -torch.cat(biases).amin()
     bound = read_bound(queries, length, temperature, to_keys, to_queries, spread=spread)
@@ -220,10 +238,6 @@ def _evaluate(
         queries, keys, negatives, temperature=temperature, with_gradient=with_gradient
     )
     at_queries, at_keys, at_negatives = gradients
-    row_loss = cross_entropy
-    if refined is not None:
-        num_candidates = len(keys) + len(negatives)
-        row_loss = refined_row_loss(refined, to_keys, num_candidates=num_candidates, dtype=queries.dtype)
     directions = (
         (queries, keys, negatives, to_keys, biases, row_loss, (at_queries, at_keys, at_negatives)),
         (keys, queries, negatives[:0], to_queries, None, cross_entropy, (at_keys, at_queries, None)),
@@ -302,11 +316,15 @@ class Clip:
             if others and stored.negative_name is not None:
                 others["negative_log_frequency"] = self.log_frequency(stored.negative_name)
         shared: dict[str, Any] = {"temperature": self.temperature, "weight": ids.weight}
+        guide = ids.gathered_guide()
         if exceeds_gather_limit(query, key):
-            to_keys = ring_info_nce(query, key, **own, **others, **shared, refines_logq=self.refines_logq)
-            return (to_keys + ring_info_nce(key, query, ids.key, ids.query, **shared)) / 2
+            to_keys = ring_info_nce(
+                query, key, **own, **others, **shared, refines_logq=self.refines_logq, guide=guide
+            )
+            guide = None if guide is None else guide.swapped()
+            return (to_keys + ring_info_nce(key, query, ids.key, ids.query, **shared, guide=guide)) / 2
         own |= gathered(query=query, key=key, **own)
-        return clip(query, key, **own, **others, **shared, refines_logq=self.refines_logq)
+        return clip(query, key, **own, **others, **shared, refines_logq=self.refines_logq, guide=guide)
 
     def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
         """Return the logarithm of the number of candidates, the mean of both directions; None if refined."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from raycl.distributed import all_sum, gather_detached, num_workers, rank
 from raycl.distributed.device_copy import Download, upload
+from raycl.losses.guide import Guide
 
 
 @final
@@ -40,6 +41,7 @@ class ExampleIds:
         names: all names by which a store may index a row of the batch, ascending, int64 [num_names]; None if names
             are ids.
         name_ids: the id of each of these names, int64 [num_names].
+        guide: another encoder's embeddings of this worker's rows, which mask false negatives; None without a guide.
     """
 
     query: Tensor
@@ -53,6 +55,7 @@ class ExampleIds:
     num_negatives: tuple[int, ...] = ()
     names: Tensor | None = None
     name_ids: Tensor | None = None
+    guide: Guide | None = None
 
     @property
     def has_single_names(self) -> bool:
@@ -71,8 +74,12 @@ class ExampleIds:
         place = torch.searchsorted(self.names, name.contiguous()).clamp(max=len(self.names) - 1)
         return torch.where(self.names[place] == name, self.name_ids[place], name)
 
+    def gathered_guide(self) -> Guide | None:
+        """Return the guide's embeddings of all workers' rows, if there is a guide; collective."""
+        return None if self.guide is None else self.guide.gathered(self.num_negatives)
+
     def on(self, device: torch.device) -> Self:
-        """Return the ids on a device, in one transfer."""
+        """Return the ids on a device, in one transfer, and in another one the guide's rows."""
         fields = (
             "query",
             "key",
@@ -85,7 +92,8 @@ class ExampleIds:
             "name_ids",
         )
         moved = upload([getattr(self, field) for field in fields], device)
-        return replace(self, **dict(zip(fields, moved, strict=True)))
+        guide = None if self.guide is None else self.guide.on(device)
+        return replace(self, **dict(zip(fields, moved, strict=True)), guide=guide)
 
 
 def mean_one(weight: Tensor) -> Tensor:

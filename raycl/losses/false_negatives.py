@@ -2,10 +2,24 @@
 
 import math
 from collections.abc import Sequence
-from typing import final
+from typing import Protocol, final
 
 import torch
 from torch import Tensor
+
+
+class Mask(Protocol):
+    """A mask of candidates. The host reads ``sizes`` from the device with other values of the loss, if it has any."""
+
+    sizes: Tensor
+
+    def set_sizes(self, sizes: Sequence[float]) -> None:
+        """Set the flattened values of ``sizes``."""
+        ...
+
+    def apply_(self, tile: Tensor, rows: slice, columns: slice) -> None:
+        """Set the logits of masked candidates in a tile [rows, columns] to -inf."""
+        ...
 
 
 @final

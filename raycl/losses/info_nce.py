@@ -21,6 +21,7 @@ from raycl.losses.checks import (
 )
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.false_negatives import key_mask, query_mask
+from raycl.losses.guide import Guide
 from raycl.losses.logq import logit_biases, refined_row_loss
 from raycl.losses.nce import add_proximal_term
 from raycl.losses.objective import StoreBatch, gathered, positive_of
@@ -55,6 +56,7 @@ def info_nce(
     negatives: Tensor | None = None,
     negative_id: Tensor | None = None,
     weight: Tensor | None = None,
+    guide: Guide | None = None,
 ) -> Tensor:
     """Classify each query's own key among its candidates (van den Oord et al., 2018).
 
@@ -89,6 +91,8 @@ def info_nce(
         negative_id: [num_negatives] int64, ids of the negatives, in the id space of the keys.
         weight: [local_batch], the weight of each query in the mean; of mean 1 over all workers for a
             weighted mean. No gradient.
+        guide: embeddings of another encoder, of all pairs and negatives. It masks the candidates that it
+            finds nearer to the query than the positive (Solatorio, 2024).
 
     Returns:
         A scalar, float32 (float64 for float64 embeddings). It can be differentiated once, with
@@ -103,6 +107,9 @@ def info_nce(
     others = query.new_empty(0, query.shape[1]) if negatives is None else negatives
     check_columns("the negatives", others, query)
     own = slice(offset, offset + len(key))
+    if guide is not None:
+        # Without in-batch negatives, keys are not gathered, but the guide's rows may be.
+        guide.check(len(columns) if in_batch else len(guide.query), len(others))
     ids = checked_pair_ids(
         sample_id=(sample_id, gathered_sample_id),
         query_id=(query_id, gathered_query_id),
@@ -120,6 +127,7 @@ def info_nce(
         in_batch=in_batch,
         pair_ids=ids,
         negative_id=negative_id,
+        guide=guide,
         row_loss=weighted(cross_entropy, checked_weight(weight, query)),
     )
     # A half-precision queue that requires no gradient is converted tile by tile.
@@ -140,13 +148,14 @@ def ring_info_nce(
     negative_log_frequency: Tensor | None = None,
     refines_logq: bool = False,
     weight: Tensor | None = None,
+    guide: Guide | None = None,
 ) -> Tensor:
     """InfoNCE over the keys of all workers, which pass around a ring instead of being gathered.
 
     Has the same value, gradients and errors as :func:`info_nce` with gathered keys; the ids are this
-    worker's. ``negatives`` are not sent. Log frequencies correct the logits as in :func:`raycl.losses.clip`; then
-    ``negatives`` are equal on all workers. Collective in the forward pass only: every worker must scale the
-    loss equally.
+    worker's, and the guide has the rows of all workers. ``negatives`` are not sent. Log frequencies correct
+    the logits as in :func:`raycl.losses.clip`; then ``negatives`` are equal on all workers. Collective in the
+    forward pass only: every worker must scale the loss equally.
     """
     check_pair("query and key", query, key)
     others = query.new_empty(0, query.shape[1]) if negatives is None else negatives
@@ -178,6 +187,10 @@ def ring_info_nce(
             row_loss = refined_row_loss(
                 key_log_frequency, to_keys, num_candidates=len(key_ids) + len(others), dtype=rows.dtype
             )
+    if guide is not None:
+        guide.check(len(key_ids), len(others))
+        to_keys = guide.mask(to_keys, own)
+        to_queries = guide.mask(to_queries, own, transposed=True)
 
     def evaluate(*inputs: Tensor, with_gradient: bool) -> tuple[Tensor, Gradients]:
         softmax, gradients = evaluate_ring(
@@ -204,12 +217,15 @@ def evaluate_info_nce(
     in_batch: bool,
     pair_ids: tuple[Tensor, Tensor] | None,
     negative_id: Tensor | None,
+    guide: Guide | None,
     row_loss: RowLoss = cross_entropy,
     with_gradient: bool,
 ) -> tuple[Tensor, Gradients]:
     """Return the mean loss over rows [num_rows, dim] with positives ``columns[own]``, and its gradients."""
     group = RowGroup(slice(0, len(rows)), positive=own.start if in_batch else 0)
     mask = query_mask(pair_ids, own, negative_id, group.blocks, in_batch=in_batch)
+    if guide is not None:
+        mask = guide.mask(mask, own, in_batch=in_batch)
     length = torch.maximum(*(longest(each, rows.dtype) for each in (columns, negatives)))
     bound = read_bound(rows, length, temperature, mask)
     gradients = gradient_buffers(
@@ -296,6 +312,7 @@ class InfoNce:
             "negatives": stored.negatives,
             "negative_id": stored.negative_id,
             "weight": ids.weight,
+            "guide": ids.gathered_guide(),
         }
         key_id = ids.key if self.of_pairs else ids.query
         if self.in_batch and exceeds_gather_limit(key):

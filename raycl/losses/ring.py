@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from raycl.distributed import gather_detached, num_workers, rank, visit_all
-from raycl.losses.false_negatives import FalseNegativeMask
+from raycl.losses.false_negatives import Mask
 from raycl.losses.softmax import (
     ColumnBlock,
     RowGroup,
@@ -48,7 +48,7 @@ def evaluate_ring(
     temperature: Tensor,
     *,
     groups: Sequence[RowGroup],
-    masks: tuple[FalseNegativeMask | None, FalseNegativeMask | None],
+    masks: tuple[Mask | None, Mask | None],
     biases: tuple[Tensor, Tensor] | None = None,
     row_loss: RowLoss = cross_entropy,
     with_gradient: bool,
@@ -133,7 +133,7 @@ def _column_gradient(
     softmax: Softmax,
     groups: Sequence[RowGroup],
     scale: Tensor,
-    mask: FalseNegativeMask | None,
+    mask: Mask | None,
     *,
     bias: Tensor | None,
 ) -> Tensor:

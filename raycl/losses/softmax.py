@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, final
 import torch
 from torch import Tensor
 
-from raycl.losses.false_negatives import FalseNegativeMask
+from raycl.losses.false_negatives import Mask
 from raycl.losses.tiled import (
     BLOCK_ROWS,
     LOG2_E,
@@ -122,7 +122,7 @@ class ColumnBlock:
         self,
         columns: Tensor,
         *,
-        mask: FalseNegativeMask | None = None,
+        mask: Mask | None = None,
         first: int = 0,
         bias: Tensor | None = None,
         in_batch: bool = True,
@@ -273,7 +273,7 @@ def evaluate_softmax(
     groups: Sequence[RowGroup],
     scale: Tensor,
     bound: Tensor | None,
-    mask: FalseNegativeMask | None = None,
+    mask: Mask | None = None,
     biases: tuple[Tensor, Tensor] | None = None,
     in_batch: bool = True,
     row_loss: RowLoss = cross_entropy,

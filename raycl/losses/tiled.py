@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from raycl.errors import ConfigError
-from raycl.losses.false_negatives import FalseNegativeMask
+from raycl.losses.false_negatives import Mask
 
 LOG2_E = math.log2(math.e)
 # 2**-x is well above the underflow of float32 at 2**-126.
@@ -74,7 +74,7 @@ def gradient_buffers(
     ]
 
 
-def read_scalars(*scalars: Tensor, masks: Sequence[FalseNegativeMask | None] = ()) -> list[float]:
+def read_scalars(*scalars: Tensor, masks: Sequence[Mask | None] = ()) -> list[float]:
     """Read scalars, and the sizes of the masks, from the device in one transfer: each transfer waits for it."""
     given = [mask for mask in masks if mask is not None]
     parts = [*scalars, *(mask.sizes for mask in given)]
@@ -92,7 +92,7 @@ def read_bound(
     rows: Tensor,
     longest_column: Tensor,
     temperature: Tensor,
-    *masks: FalseNegativeMask | None,
+    *masks: Mask | None,
     spread: float | Tensor = 0.0,
 ) -> Tensor | None:
     """Return a bound of |logit| in base 2 (Cauchy-Schwarz), or None if it is too large for a safe shift.
@@ -108,7 +108,7 @@ def read_bound_and(
     rows: Tensor,
     longest_column: Tensor,
     temperature: Tensor,
-    *masks: FalseNegativeMask | None,
+    *masks: Mask | None,
     spread: float | Tensor = 0.0,
     flag: Tensor | None = None,
 ) -> tuple[Tensor | None, bool]:

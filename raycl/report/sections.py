@@ -49,6 +49,7 @@ PLOTS = {
     "recall_at_1": Plot("Recall@1 of held-out pairs", "of held-out pairs", percent=True),
     "learning_rate": Plot("Learning rate", "learning rate", from_zero=True),
     "grad_norm": Plot("Norm of the gradient", "L2 norm", "before clipping", from_zero=True),
+    "guide_masked_fraction": Plot("Masked by the guide", "share of negatives", percent=True),
     "batch_size": Plot("Batch size", "rows per step, all workers", stairs=True, from_zero=True),
     "positive_negative_gap": Plot(
         "Gap of positives and other pairs",
@@ -106,7 +107,7 @@ def learning_panels(run: Run) -> list[Panel]:
     evaluated = [name for name in EVALUATION_METRICS if history.has(name)]
     if evaluated:
         panels.append(_evaluation_panel(history, evaluated, timeline))
-    panels += _plot_logged(history, timeline, ["learning_rate", "grad_norm"])
+    panels += _plot_logged(history, timeline, ["learning_rate", "grad_norm", "guide_masked_fraction"])
     if history.has("stage"):
         panels.append(_panel(PLOTS["batch_size"], [Curve(series=batch_sizes(run))], timeline))
     return panels

@@ -20,6 +20,7 @@ from raycl.ray_runtime import fetch_tables, object_store_bytes
 from raycl.storage import Place
 from raycl.tokenization import Tokenizer, Vocabulary
 from raycl.training.data_set import DataSet, learn_vocabulary
+from raycl.training.guide import GuideTables, id_columns, read_guide
 from raycl.training.preflight import check_classes
 from raycl.training.transforms import build_formats
 
@@ -142,6 +143,18 @@ class DataModule:
             ray.get(self._coordinator.add_rows.remote(name, ReadStats(skipped=skipped)))
             for cause, count in skipped.items():
                 self._coordinator.add_notice.remote(f"{count} samples {cause} are never drawn")
+
+    def guide(self, decoded: Sequence[ray.data.Dataset]) -> GuideTables | None:
+        """Read the guide's embeddings of these rows, if the run has a guide.
+
+        Raises ``DataError`` if the data have no ids, or the guide has not one embedding of each id.
+        """
+        settings = self._config.negatives
+        if settings.guide.query is None:
+            return None
+        names = id_columns(self.columns, explicit=settings.explicit)
+        tables = fetch_tables(decoded[0].select_columns(["sample_id", *names]))
+        return read_guide(settings.guide, tables, names)
 
     def stream(self) -> StreamingSampler:
         """Return the training rows, read again every epoch."""

@@ -29,7 +29,8 @@ class Job:
     ``blocks`` hold all decoded rows by data set; for a stream, only the rows for evaluation. ``num_train`` are the
     training rows of each data set. ``workers`` is the minimum
     and the maximum number of workers that were requested. ``bank`` is set if actors hold the negatives.
-    ``sample_id`` refers to the ids of the ``num_samples`` samples that a memory bank has slots for.
+    ``sample_id`` refers to the ids of the ``num_samples`` samples that a memory bank has slots for, and ``guide`` to
+    the embeddings of a guide, which each node holds once.
     """
 
     config: RunConfig
@@ -47,6 +48,7 @@ class Job:
     bank: Bank | None = None
     sample_id: ray.ObjectRef | None = None
     num_samples: int | None = None
+    guide: ray.ObjectRef | None = None
     lease: Lease | None = None
 
     def check_lease(self) -> None:

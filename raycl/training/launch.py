@@ -204,6 +204,11 @@ def _check_data(run: ValidatedRun, data: DataModule, described: dict[str, Any]) 
             "logq_correction needs document counts, which are not available for streamed data; "
             "set data.cache=materialize, or remove it"
         )
+    if data.streamed and run.config.negatives.guide.query is not None:
+        raise ConfigError(
+            "negatives.guide needs the ids of all rows before training, which streamed data do not have; "
+            "set data.cache=materialize, or remove it"
+        )
 
 
 def _read_data(run: ValidatedRun, data: DataModule, coordinator: Any, *, quiet: bool) -> Job:
@@ -221,6 +226,7 @@ def _read_data(run: ValidatedRun, data: DataModule, coordinator: Any, *, quiet: 
     check_sizes(config, num_train)
     needs_ids = config.negatives.store in ("memory_bank", "partition")
     sample_id = data.sample_ids(decoded) if needs_ids else None
+    guide = data.guide(decoded)
     return Job(
         config=config,
         output=run.output,
@@ -234,6 +240,7 @@ def _read_data(run: ValidatedRun, data: DataModule, coordinator: Any, *, quiet: 
         lease=run.lease,
         sample_id=None if sample_id is None else ray.put(sample_id),
         num_samples=None if sample_id is None else len(sample_id),
+        guide=None if guide is None else ray.put(guide),
     )
 
 

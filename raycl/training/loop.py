@@ -75,7 +75,8 @@ class Trainer:
         rows, data_sets = job.load_rows()
         train_rows = [each.where(job.holdout.is_train) for each in data_sets]
         check_equal(sum(map(len, train_rows)), "the number of training rows")
-        transform = build_transform(config, job.tokenizer)
+        guide = None if job.guide is None else ray.get(job.guide)
+        transform = build_transform(config, job.tokenizer, guide)
         sampler = job.stream or build_sampler(config, train_rows)
         self._epochs = Epochs(sampler, ViewMaker.of(config, transform, device))
         self._last_views: Views | None = None

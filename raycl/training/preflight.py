@@ -107,6 +107,10 @@ def check_data_sets(config: RunConfig, number: int) -> None:
         raise ConfigError(
             f"data.cache=stream reads one data set, and there are {number}; set data.cache=materialize"
         )
+    if number > 1 and config.negatives.guide.query is not None:
+        raise ConfigError(
+            f"negatives.guide has the ids of one data set, and there are {number}; give one, or remove it"
+        )
     if number > 1 and config.negatives.store != "none":
         raise ConfigError(
             f"negatives.store {config.negatives.store} would keep rows of all {number} data sets, and the negatives "

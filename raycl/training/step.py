@@ -29,6 +29,7 @@ class StepOutput:
     ``watched`` are queries of all workers and their positives, both [n, dim]. ``collapsed_loss`` is the
     loss if all embeddings were equal, or None if it is unknown. ``stop_requested`` is true on all workers once
     a stop was requested from one of them. ``grad_norm`` is the norm of the clipped gradient before clipping.
+    ``guided`` are the counts of negatives that a guide masks.
     """
 
     loss: float
@@ -36,6 +37,7 @@ class StepOutput:
     stop_requested: bool = False
     watched: Download | None = None
     grad_norm: Download | None = None
+    guided: Download | None = None
 
     def measure(self) -> dict[str, float]:
         """Return the metrics of the watched embeddings and the gradient, equal on all workers; collective."""
@@ -43,6 +45,9 @@ class StepOutput:
         measures = measure(*self.watched.arrived()).known()
         if self.grad_norm is not None:
             measures["grad_norm"] = self.grad_norm.arrived()[0].item()
+        if self.guided is not None:
+            masked, negatives = self.guided.arrived()[0].tolist()
+            measures["guide_masked_fraction"] = masked / max(1, negatives)
         # Machines round differently: without the mean, a single worker might detect a collapse.
         return dict(zip(measures, mean_over_workers(list(measures.values())), strict=True))
 
@@ -101,7 +106,14 @@ def train_step(
         collapsed_loss=objective.collapsed_loss(batch_size=len(query) * num_workers(), stored=stored),
         watched=watched,
         grad_norm=Download(grad_norm) if is_watched and grad_norm is not None else None,
+        guided=_guided(views) if is_watched else None,
     )
+
+
+def _guided(views: Views) -> Download | None:
+    """Start to copy the counts of negatives that a guide masks to the host, if there is a guide."""
+    guide = views.example_ids.guide
+    return None if guide is None or guide.counts is None else Download(guide.counts)
 
 
 def _few(query: Tensor, positive: Tensor) -> Download:

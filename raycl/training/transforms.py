@@ -27,6 +27,7 @@ from raycl.distributed.device_copy import upload
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.logq import Frequencies
 from raycl.tokenization import Tokenizer
+from raycl.training.guide import GuideTables
 
 _CHOICE = 6 << 40  # a separate sequence of draws, after the sequences of the augmentations
 
@@ -72,13 +73,15 @@ def image_format(config: RunConfig) -> ImageFormat:
     return ImageFormat(size=data.resolved_decode_size, channels=data.channels, max_pixels=data.max_pixels)
 
 
-def build_transform(config: RunConfig, tokenizer: Tokenizer | None = None) -> "Transform":
+def build_transform(
+    config: RunConfig, tokenizer: Tokenizer | None = None, guide: GuideTables | None = None
+) -> "Transform":
     """Return the transform from rows to views; raises ``ConfigError`` for invalid settings."""
     kind = config.data.kind
     if kind == "image":
         return ImageTransform.of(config)
     if kind == "pairs":
-        return PairTransform(explicit=config.negatives.explicit)
+        return PairTransform(explicit=config.negatives.explicit, guide=guide)
     assert tokenizer is not None, "texts need a tokenizer"
     if kind == "text":
         return TextTransform("text", config, tokenizer)
@@ -283,6 +286,7 @@ class PairTransform(Transform):
     """Queries as view 0, their documents as view 1: tokens [batch, length], padded with 0 at the end."""
 
     explicit: bool = True
+    guide: GuideTables | None = None
 
     def view(self, batch: Batch, number: int) -> Draft:
         """Return the queries or the documents."""
@@ -325,7 +329,10 @@ class PairTransform(Transform):
                 # Negatives without ids are identified by their texts alone.
                 negative.append(negative[0] if negative_ids is None else negative_ids.values)
         return ExampleIds(
-            query=_columns(query), key=_columns(key), negative=_columns(negative) if negative else None
+            query=_columns(query),
+            key=_columns(key),
+            negative=_columns(negative) if negative else None,
+            guide=None if self.guide is None else self.guide.of(query[1], key[1], *negative[1:]),
         )
 
     def _has_negatives(self, batch: Batch) -> bool:

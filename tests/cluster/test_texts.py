@@ -261,6 +261,27 @@ def test_a_prepared_log_keeps_its_ids(ids: tuple[str, ...], click_log: Path, tmp
     assert set(columns) == (expected | {"negative_ids"} if "document_id" in ids else expected)
 
 
+def test_an_earlier_run_guides_a_new_one(click_run: tuple[Path, raycl.RunResult], tmp_path: Path) -> None:
+    run, data, documents = str(click_run[0]), tmp_path / "clicks.parquet", tmp_path / "documents"
+    pq.write_table(pa.Table.from_pylist(clicks()), data)  # which repeats documents
+    columns = ColumnNames(text="document", document_id="document_id")
+    raycl.embed(run, str(data), str(documents), columns=columns, side="key", quiet=True)
+    # Any other folder with these columns is a guide too.
+    queries = {row["query_id"]: row["query"] for row in clicks()}
+    vectors = raycl.load_encoder(run).encode(list(queries.values())).tolist()
+    pq.write_table(
+        pa.table({"query_id": list(queries), "representation": vectors}), tmp_path / "queries.parquet"
+    )
+    guide = {"query": str(tmp_path / "queries.parquet"), "document": str(documents), "margin": 0.1}
+    settings = {f"negatives.guide.{name}": value for name, value in guide.items()}
+    short = {"workers": 1, "evaluation.every_epochs": 0, "stages.0.epochs": 1}
+    config = run_of("two_tower", **settings, **short)
+    raycl.train(config, data=str(data), output=str(tmp_path / "guided"), quiet=True)
+    found = [line["guide_masked_fraction"] for line in read_metrics(Place(str(tmp_path / "guided")))]
+    assert len(found) == NUM_QUERIES // BATCH_SIZE
+    assert all(0 < fraction < 1 for fraction in found)
+
+
 @pytest.mark.drill  # test_prompts.py compares the parts without Ray
 def test_a_run_with_prompts_equals_a_run_on_texts_with_the_prompts(tmp_path: Path) -> None:
     query, document = "ask: ", "a page - "

@@ -21,10 +21,12 @@ from raycl.gradient_cache import embed_in_chunks
 from raycl.loss_specs import LOSSES, LossSettings
 from raycl.losses import NormalizingConstant
 from raycl.losses.example_ids import ExampleIds, IdExchange, mean_one
+from raycl.losses.guide import Guide
 from raycl.losses.logq import Frequencies
 from raycl.losses.objective import Objective, Partition, StoreBatch
 from tests.embeddings import make_rows, make_views, worker_spans
 from tests.plain_losses import (
+    are_nearer,
     plain_bidirectional,
     plain_dcl,
     plain_gcl,
@@ -83,7 +85,10 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The rows [batch, dim], scalars and ids of the whole batch; ``others`` are all rows of explicit negatives and stores."""
+    """The rows [batch, dim], scalars and ids of the whole batch; ``others`` are all rows of explicit negatives and stores.
+
+    ``guide`` are another encoder's queries, keys and explicit negatives.
+    """
 
     query: Tensor
     key: Tensor
@@ -95,6 +100,7 @@ class Batch:
     other_id: Tensor
     label: Tensor
     weight: Tensor | None
+    guide: tuple[Tensor, Tensor, Tensor]
 
     @property
     def pair_ids(self) -> tuple[Tensor, Tensor]:
@@ -109,7 +115,7 @@ class Case:
     ``pairs`` means that queries and keys have ids of their own, ``negatives`` that it uses further negatives,
     ``own_slot`` that the positive is a slot of a memory bank, ``third_view`` that a sample has three views,
     ``partition`` that it has a stored partition function. ``no_ring`` says why large batches use no ring.
-    ``run`` are settings of the recipe.
+    ``run`` are settings of the recipe, and ``guide`` the margin of a guide.
     """
 
     loss: str
@@ -123,6 +129,7 @@ class Case:
     no_ring: str = ""
     recipe: str = "simclr"
     run: Mapping[str, Any] = field(default_factory=dict)
+    guide: Mapping[str, Any] | None = None
 
     @property
     def in_batch(self) -> bool:
@@ -168,6 +175,33 @@ def _clip_logq(batch: Batch, *, refined: bool = False) -> Tensor:
         key_log_frequency=FREQUENCIES(batch.key_id),
         negative_log_frequency=FREQUENCIES(batch.other_id),
         refines_logq=refined,
+    )
+
+
+def _clip_guided(batch: Batch, **margin: Any) -> Tensor:
+    query, key, negatives = batch.guide
+    to_keys = are_nearer(query, key, torch.cat([key, negatives[: len(batch.others)]]), **margin)
+    return _clip(batch, nearer=(to_keys, are_nearer(key, query, query, **margin)))
+
+
+def _info_nce_guided(batch: Batch, **margin: Any) -> Tensor:
+    query, key, negatives = batch.guide
+    candidates = torch.cat([key, negatives[: len(batch.others)]])
+    rows = batch.query, batch.key, batch.temperature, batch.others
+    ids: dict[str, Any] = {"negative_id": batch.other_id, "pair_ids": batch.pair_ids}
+    nearer = are_nearer(query, key, candidates, **margin)
+    return plain_info_nce(*rows, **ids, nearer=nearer, weight=batch.weight)
+
+
+def _guided_case(loss: str, plain: Callable[..., Tensor], *, margin: float, strategy: str) -> Case:
+    settings: dict[str, Any] = {"margin": margin, "relative": strategy == "relative"}
+    folders = {f"negatives.guide.{side}": f"guide/{side}" for side in ("query", "document")}
+    return Case(
+        loss=loss,
+        plain=lambda batch: plain(batch, **settings),
+        **OF_PAIRS,
+        guide=settings,
+        run=folders | {"negatives.guide.margin": margin, "negatives.guide.margin_strategy": strategy},
     )
 
 
@@ -288,6 +322,8 @@ CASES = {
         **OF_PAIRS,
         run={"stages.0.logq_correction": "refined"},
     ),
+    "clip, guide": _guided_case("clip", _clip_guided, margin=0.05, strategy="absolute"),
+    "info_nce of pairs, guide": _guided_case("info_nce", _info_nce_guided, margin=0.1, strategy="relative"),
     "siglip": Case(loss="siglip", plain=_siglip, pairs=True, recipe="two_tower"),
     "dcl": Case(loss="dcl", plain=of_views(plain_dcl)),
     "dclw": Case(loss="dclw", plain=of_views(plain_dcl, sigma=0.5)),
@@ -364,6 +400,19 @@ def make_weights(setup: Setup) -> Tensor:
     return (sample % 7 * (1 + 2 * sample // setup.batch)).double()
 
 
+def make_guide(setup: Setup) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a guide's queries, keys and explicit negatives: of other numbers than the rows, but related."""
+    views = make_views(setup.batch, 7, noise=0.6, seed=11)
+    return *views, make_rows(16 * setup.scale, 7, seed=12)
+
+
+def _guide_of(case: Case, setup: Setup, own: slice, explicit: slice | None) -> Guide | None:
+    if case.guide is None:
+        return None
+    query, key, negatives = make_guide(setup)
+    return Guide.of(query[own], key[own], None if explicit is None else negatives[explicit], **case.guide)
+
+
 def on_a_worker(rank: int, num_workers: int, name: str, setup: Setup) -> tuple[list[Tensor], int]:
     """Return the loss and all gradients, and the number of transfers around the ring."""
     case, inputs = CASES[name], make_inputs(setup)
@@ -375,6 +424,7 @@ def on_a_worker(rank: int, num_workers: int, name: str, setup: Setup) -> tuple[l
         key=ids["key"][own, None],
         negative=ids["negative"][explicit, None] if has_explicit else None,
         label=ids["label"][own],
+        guide=_guide_of(case, setup, own, explicit if has_explicit else None),
     )
     batch, stored = IdExchange(torch.device("cpu")).start(names)(), StoreBatch()
     if setup.weights:
@@ -391,7 +441,7 @@ def on_a_worker(rank: int, num_workers: int, name: str, setup: Setup) -> tuple[l
         stored = StoreBatch(key=key.detach(), negatives=inputs[5].detach(), negative_id=ids["queue"])
     elif case.partition:
         stored = StoreBatch(partition=Partition(stored_partitions(setup.batch)[own, None].log()))
-    elif case.negatives and setup.queue:
+    elif case.negatives and case.guide is None and setup.queue:
         stored = StoreBatch(negatives=inputs[5], negative_id=ids["queue"])
     stored = stored.for_batch(batch, inputs[4][explicit] if has_explicit else None)
     objective = build_objective(case, inputs[2], inputs[3])
@@ -438,7 +488,7 @@ def _on_the_whole_batch(name: str, setup: Setup) -> list[Tensor]:
         rows = make_views_of(setup)
         sides = [_Tower(weight)(each.double()) for weight, each in zip(sides, rows, strict=True)]
     used = {"negative": case.negatives and setup.explicit}
-    used["queue"] = case.own_slot or (case.negatives and setup.queue)
+    used["queue"] = case.own_slot or (case.negatives and case.guide is None and setup.queue)
     pools = dict(zip(("negative", "queue"), inputs[4:], strict=True))
     batch = Batch(
         query=sides[0],
@@ -451,5 +501,6 @@ def _on_the_whole_batch(name: str, setup: Setup) -> list[Tensor]:
         other_id=torch.cat([ids[kind][: len(pool) if used[kind] else 0] for kind, pool in pools.items()]),
         label=ids["label"],
         weight=make_weights(setup) if setup.weights else None,
+        guide=make_guide(setup),
     )
     return results(case.plain(batch), inputs)
