@@ -68,15 +68,11 @@ def errors(
     ``view_a`` and ``view_b`` [num_samples, dim] are the embeddings of all samples, batch after batch.
     """
     settings: dict[str, Any] = {"temperature": temperature, "momentum": 0.0, "num_samples": len(view_a)}
-    unknown = torch.full_like(stored, -math.inf)
-    first = slice(0, len(stored))
-    everyone = {"gathered_a": view_a, "gathered_b": view_b}
-    _, true = gcl(view_a[first], view_b[first], log_partition=unknown, **settings, **everyone)
-    batches = zip(view_a.split(batch_size), view_b.split(batch_size), strict=True)
-    of_batches = [
-        gcl(a, b, log_partition=a.new_full((len(a), 1), -math.inf), **settings)[1] for a, b in batches
-    ]
-    of_batch = torch.cat(of_batches)[first]
+    unknown, num = view_a.new_full((len(view_a), 1), -math.inf), len(stored)
+    everyone: dict[str, Any] = {"gathered_a": view_a, "gathered_b": view_b}
+    _, true = gcl(view_a[:num], view_b[:num], log_partition=unknown[:num], **settings, **everyone)
+    batches = zip(*(each.split(batch_size) for each in (view_a, view_b, unknown)), strict=True)
+    of_batch = torch.cat([gcl(a, b, log_partition=log, **settings)[1] for a, b, log in batches])[:num]
     moved = moved_log_partition(stored, of_batch, momentum)
     found = {"stored": stored, "batch": of_batch, "both": moved}
     return {name: (each - true)[:, 0] for name, each in found.items()}
@@ -84,7 +80,7 @@ def errors(
 
 def embed(
     config: RunConfig, weights: dict[str, Tensor], rows: InMemoryDataset, order: NDArray[np.int64], epoch: int
-) -> list[Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Return the embeddings of both views [len(order), dim], with the BatchNorm statistics of each batch."""
     tower, transform, cpu = build_towers(config), ImageTransform.of(config), torch.device("cpu")
     tower.load_state_dict(weights)
@@ -95,7 +91,8 @@ def embed(
         views = torch.cat([transform.view(batch, number).on(cpu) for number in (0, 1)])
         with torch.no_grad(), autocast(config.tower_precision, cpu):
             found.append(torch.stack(tower(views).chunk(2)))
-    return list(torch.cat(found, dim=1))
+    view_a, view_b = torch.cat(found, dim=1)
+    return view_a, view_b
 
 
 def measure(run: Path, data: str, *, num_rows: int, num_checkpoints: int) -> Iterator[Line]:
@@ -116,9 +113,10 @@ def measure(run: Path, data: str, *, num_rows: int, num_checkpoints: int) -> Ite
             : len(known) // size * size
         ]
         place = np.searchsorted(store["sample_id"].numpy(), rows.sample_id[order[:num_rows]])
-        views = embed(config, state["learner"]["tower"], rows, order, position["epoch"] + 1)
+        view_a, view_b = embed(config, state["learner"]["tower"], rows, order, position["epoch"] + 1)
         found = errors(
-            *views,
+            view_a,
+            view_b,
             store["rows"][place].float(),
             batch_size=size,
             temperature=config.stages[0].temperature,
@@ -142,8 +140,8 @@ def draw(lines: list[Line]) -> Figure:
             own = [line for line in lines if (line["run"], line["side"]) == (run, name)]
             steps = [line["step"] for line in own]
             axes.plot(steps, [line["bias"] for line in own], "o-", color=color, ms=3, label=name)
-            bounds = ([line[side] for line in own] for side in ("low", "high"))
-            axes.fill_between(steps, *bounds, color=color, alpha=0.15, lw=0)
+            low, high = ([line[side] for line in own] for side in ("low", "high"))
+            axes.fill_between(steps, low, high, color=color, alpha=0.15, lw=0)
         axes.axhline(0.0, color="black", lw=0.7)
         axes.set_title(run, fontsize=9)
         axes.set_xlabel("steps")
