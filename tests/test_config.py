@@ -143,6 +143,7 @@ INCOMPATIBLE = {  # a recipe and its settings, and a pattern of the error
     "sogclr negatives.store=none": "loss gcl is incompatible with .* takes key tower, and negatives.store partition",
     "simclr stages.0.loss=gcl": "loss gcl is incompatible with .* takes key tower, and negatives.store partition",
     "simclr negatives.store=partition": "loss nt_xent is incompatible with .* negatives.store none",
+    "two_tower stages.0.loss=gcl negatives.store=partition": "loss gcl compares views .* but data.kind pairs has",
     "sogclr negatives.in_batch=false": "loss gcl needs in-batch negatives; set negatives.in_batch=true$",
     "sogclr stages.0.matryoshka_dims=[8]": "gcl stores one partition function of a sample, which differs between",
     "nnclr negatives.store=none": "nnclr is incompatible .* takes key tower, and negatives.store queue",

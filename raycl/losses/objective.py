@@ -15,7 +15,7 @@ from raycl.losses.example_ids import ExampleIds
 @final
 @dataclass(eq=False)
 class Partition:
-    """The logarithms of the partition functions of a batch, [local_batch, num_sides].
+    """The logarithms of the partition functions of a batch, [local_batch, 1].
 
     ``stored`` is -inf for a sample without any. The loss appends the estimates from this batch alone, one for each pair
     of views.

@@ -73,10 +73,10 @@ def build_store(
 
 
 def _stored_row(config: RunConfig) -> tuple[int, Precision]:
-    """Return dim and type of the stored rows: embeddings, or the partition functions of each side of a sample."""
-    if config.negatives.store != "partition":
-        return config.projection_head.dim, config.bank.dtype
-    return (2 if config.has_two_towers else 1), "float32"
+    """Return dim and type of the stored rows: embeddings, or the partition function of a sample."""
+    if config.negatives.store == "partition":
+        return 1, "float32"
+    return config.projection_head.dim, config.bank.dtype
 
 
 def wait_for_all(device: torch.device) -> None:
