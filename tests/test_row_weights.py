@@ -20,7 +20,7 @@ from raycl.data.sampler import BatchShard, InMemorySampler
 from raycl.data.sources import RawRows, find_source
 from raycl.data.weights import WeightFormat, check_weight_columns
 from raycl.errors import ConfigError, DataError
-from raycl.losses import clip, nt_xent
+from raycl.losses import clip, nt_xent, supcon
 from raycl.losses.example_ids import mean_one
 from raycl.recipes import recipe
 from raycl.training.transforms import build_transform
@@ -53,6 +53,18 @@ def test_equal_weights_change_nothing_and_zeros_give_a_loss_of_zero() -> None:
     zeros = mean_one(torch.zeros(9))
     for result in value_and_gradients(nt_xent(*inputs, temperature=0.2, weight=zeros), inputs):
         assert torch.equal(result, torch.zeros_like(result))
+
+
+def test_weights_of_classes_have_the_loss_and_gradient_of_pytorch_metric_learning() -> None:
+    losses: Any = pytest.importorskip("pytorch_metric_learning.losses")
+    reducers: Any = pytest.importorskip("pytorch_metric_learning.reducers")
+    rows, label = leaves(*make_views(12, 5), dtype=torch.float64), torch.arange(12) % 4
+    weights = torch.tensor([0.0, 1.0, 2.5, 4.0], dtype=torch.float64)
+    theirs = losses.SupConLoss(temperature=0.1, reducer=reducers.ClassWeightedReducer(weights))
+    expected = value_and_gradients(theirs(torch.cat(rows), label.repeat(2)), rows)
+    unit_rows = [F.normalize(each, dim=1) for each in rows]  # as theirs
+    ours = supcon(*unit_rows, label, temperature=0.1, weight=weights[label])
+    assert_close(value_and_gradients(ours, rows), expected, 1e-9)
 
 
 def test_a_weight_per_row_is_required() -> None:
