@@ -100,10 +100,12 @@ def train_step(
     # Once and after the update: the store never returns keys of a failed step.
     with phase("store"):
         store.update(step=step)
+    collapsed_loss = objective.collapsed_loss(batch_size=len(query) * num_workers(), stored=stored)
     return StepOutput(
         loss=value,
         stop_requested=num_requests > 0,
-        collapsed_loss=objective.collapsed_loss(batch_size=len(query) * num_workers(), stored=stored),
+        # The number of candidates that a guide leaves is unknown.
+        collapsed_loss=collapsed_loss if views.example_ids.guide is None else None,
         watched=watched,
         grad_norm=Download(grad_norm) if is_watched and grad_norm is not None else None,
         guided=_guided(views) if is_watched else None,

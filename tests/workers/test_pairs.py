@@ -15,11 +15,13 @@ from raycl.config import RunConfig
 from raycl.data.in_memory import Batch, InMemoryDataset
 from raycl.losses.example_ids import ExampleIds, IdExchange
 from raycl.models.build import build_towers
+from raycl.training.guide import EmbeddingTable, GuideTables
 from raycl.training.step import train_step
 from raycl.training.stores import build_store
 from raycl.training.train_state import EmbedConfig, TrainState
 from raycl.training.transforms import build_transform, count_documents
 from raycl.training.views import ViewMaker
+from tests.embeddings import make_rows
 from tests.pairs import TRANSFORMER, clicks, noise_images, rows_of, small_config, vocabulary
 from tests.texts import invented_texts
 from tests.workers.processes import run_workers
@@ -46,6 +48,7 @@ HINGE = {"stages.0.loss": "hinge", "stages.0.margin": 0.9}
 HARDEST = HINGE | {"stages.0.hardest_negative": True}
 INFO_NCE = {"stages.0.loss": "info_nce"}
 MIXED = {"stages.0.hinge_weight": 0.3, "stages.0.margin": 0.9}
+GUIDE = {"negatives.guide.query": "guide/queries", "negatives.guide.document": "guide/documents"}
 SIGLIP = {"stages.0.loss": "siglip", "stages.0.bias": -2.0, "negatives.explicit": False}
 OUTSIDE = {"negatives.in_batch": False}
 # The recipe of each case, its settings and the columns of its data set.
@@ -68,6 +71,8 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "logq": ("two_tower", LEARNED | {"stages.0.logq_correction": "simple"}, WITH_NEGATIVES),
     "refined logq": ("two_tower", LEARNED | QUEUE | {"stages.0.logq_correction": "refined"}, ALL),
     "weights and prefixes": ("two_tower", LEARNED | QUEUE | WEIGHTS | PREFIXES, (*ALL, "weight")),
+    "guide": ("two_tower", LEARNED | GUIDE | {"negatives.guide.margin": 0.1}, ALL),
+    "guide of explicit negatives alone": ("two_tower", INFO_NCE | OUTSIDE | GUIDE | PREFIXES, ALL),
     "siglip": ("two_tower", LEARNED | SIGLIP, (*PAIRS, "query_id", "document_id")),
     "images and captions": ("clip", {}, ("image", "caption")),
     "weighted images of a smaller stage, and captions": (
@@ -99,6 +104,16 @@ def config_of(case: str, num_workers: int, chunk_size: int | None) -> RunConfig:
     return small_config(recipe, temperature | small | settings)
 
 
+def guide_of(config: RunConfig) -> GuideTables | None:
+    """Return embeddings of all ids that ``clicks`` may have, if the run has a guide."""
+    if config.negatives.guide.query is None:
+        return None
+    query, document = (
+        EmbeddingTable(np.arange(100), make_rows(100, 8, seed).numpy().astype(np.float16)) for seed in (1, 2)
+    )
+    return GuideTables(query=query, document=document, margin=config.negatives.guide.margin, relative=False)
+
+
 def shares(rows: InMemoryDataset, rank: int, num_workers: int) -> Iterator[Batch]:
     """Yield this worker's part of each batch; the whole batch does not depend on the number of workers."""
     local_batch = BATCH // num_workers
@@ -112,7 +127,8 @@ def losses_weights_and_rows_after_steps(
     config, device = config_of(case, num_workers, chunk_size), torch.device("cpu")
     values = values_of(config.recipe)
     rows = rows_of(config, {role: values[role] for role in roles or CASES[case][2]})
-    stage, transform = config.stages[0], build_transform(config, vocabulary().tokenizer)
+    stage = config.stages[0]
+    transform = build_transform(config, vocabulary().tokenizer, guide_of(config))
     towers = build_towers(config, vocabulary())
     learner = TrainState.build(config, towers, num_samples=None)
     learner.set_embed_config(EmbedConfig.of(config, stage))
@@ -125,7 +141,9 @@ def losses_weights_and_rows_after_steps(
     for step, views in enumerate(maker.views(batches, image_size=stage.image_size)):
         contrast = learner.objective(config, stage, hinge_weight=stage.hinge_weight, frequencies=frequencies)
         settings: dict[str, Any] = {"learning_rate": 0.1, "momentum": 0.9, "precision": "float32"}
-        losses.append(train_step(learner, store, contrast, views, step=step, **settings).loss)
+        output = train_step(learner, store, contrast, views, step=step, **settings)
+        assert output.collapsed_loss is None or views.example_ids.guide is None
+        losses.append(output.loss)
     parts = filter(None, (towers, learner.temperature, learner.momentum_encoder))
     weights = [parameter.detach() for part in parts for parameter in part.parameters()]
     return losses, weights, store.state_dict()
