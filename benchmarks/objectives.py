@@ -39,7 +39,7 @@ from torch import Tensor
 from raycl.errors import ConfigError
 from raycl.loss_specs import LOSSES
 from raycl.losses.example_ids import ExampleIds
-from raycl.losses.objective import StoreBatch
+from raycl.losses.objective import Partition, StoreBatch
 from raycl.recipes import recipe
 
 sys.path.append(str(FOLDER.parent))  # the tests have the plain formulas, and workers without Ray
@@ -53,6 +53,7 @@ from tests.workers.objectives import (
     on_the_whole_batch,
     on_workers,
     other_views,
+    stored_partitions,
 )
 
 LIMIT = 1e-5  # of every error
@@ -253,12 +254,17 @@ def raycl_loss(name: str, size: int, dim: int) -> Loss:
     objective = build_objective(case, torch.tensor(TEMPERATURE), torch.tensor(BIAS))
     batch, stored = ExampleIds(query=ids, key=ids, label=_labels(ids)), StoreBatch()
     slots = F.normalize(torch.randn(2, size, dim), dim=2)
-    if case.own_slot or not case.in_batch:
+    if case.own_slot or case.run.get("negatives.store") == "queue":
         key = slots[0] if case.own_slot else None
         stored = StoreBatch(key=key, negatives=slots[1], negative_id=size + ids)
-    return lambda query, key: objective(
-        query, None if case.own_slot else other_views(case, query, key), stored, batch
-    )
+    logs = stored_partitions(size)[:, None].float().log() if case.partition else None
+
+    def compute(query: Tensor, key: Tensor) -> Tensor:
+        # A new partition: each call appends its estimates.
+        given = stored if logs is None else StoreBatch(partition=Partition(logs))
+        return objective(query, None if case.own_slot else other_views(case, query, key), given, batch)
+
+    return compute
 
 
 def build_step(name: str, side: str, size: int, dim: int) -> Callable[[], float]:

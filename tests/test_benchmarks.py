@@ -17,6 +17,7 @@ from PIL import Image
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
+import objectives  # pyright: ignore[reportMissingImports]
 import partition_error  # pyright: ignore[reportMissingImports]
 import run  # pyright: ignore[reportMissingImports]
 import scale_model  # pyright: ignore[reportMissingImports]
@@ -354,6 +355,12 @@ if "--silent" not in sys.argv:
     path.write_text(json.dumps({"lines": [{"side": "raycl", "rate": rate}, {"side": "peer", "rate": 10.0}]}))
 assert "--fail-late" not in sys.argv, "as requested"
 """
+
+
+def test_the_cost_of_every_objective_can_be_measured() -> None:
+    values = {name: objectives.build_step(name, "raycl", 64, 16)() for name in objectives.CASES}
+    assert all(map(math.isfinite, values.values())), values
+    assert len(set(values.values())) > len(values) / 2
 
 
 def test_errors_of_partition_functions_are_against_the_mean_over_all_views_of_other_samples() -> None:
