@@ -220,6 +220,21 @@ def test_views_of_each_size_count_with_their_own_memory() -> None:
     assert estimate.parts["views"] == samples * (3 * profile.inputs[0] + 4 * profile.inputs[1])
 
 
+def test_a_prediction_head_counts_except_in_the_momentum_encoder() -> None:
+    settings = {"encoder.width": 0.25, "projection_head.hidden_dim": 64, "prediction_head.hidden_dim": 512}
+    config = small("moco_v3", **settings)
+    profile = profile_memory(config, config.stages[0], None)
+    assert profile.prediction_head == 4 * (256 * 512 + 2 * 512 + 512 * 256 + 256)
+    found, without = (
+        parts(config, each) for each in (profile, replace(profile, prediction_head=0.0, predictions=0.0))
+    )
+    for name, copies in {"weights": 1, "gradients": 1, "optimizer": 2, "momentum encoder": 0}.items():
+        assert found[name] - without[name] == copies * profile.prediction_head, name
+    views = 2 * config.stages[0].batch_size
+    assert found["activations"] - without["activations"] == pytest.approx(views * profile.predictions)
+    assert profile.predictions > 3 * 4 * 512  # the hidden layer, normalized, and after the ReLU
+
+
 def test_an_untrained_vocabulary_counts_at_its_full_size() -> None:
     arguments = {"dim": 16, "hidden_dim": 0}
     sizes = {}

@@ -110,7 +110,7 @@ def check_memory(
     if data is not None:
         yield check_decoded_data(config, data, answers)
     yield from _check_bank(config, num_samples, answers)
-    return profiles[0].parameters
+    return profiles[0].learned
 
 
 def _check_worker(config: RunConfig, estimate: MemoryEstimate, answers: Answers) -> CheckResult:
@@ -227,19 +227,20 @@ def estimate_memory(
     estimates = []
     for number, (stage, measured) in enumerate(zip(config.stages, profiles, strict=True)):
         rows = _rows_of_sides(config, stage, negatives_per_pair)
-        weights = measured.parameters
+        weights, copy = measured.learned, measured.parameters + measured.buffers
         momentum = config.optimizer.momentum or config.optimizer.name != "sgd"
         parts = {
             "process": measured.process,
             "weights": weights + measured.buffers,
             "gradients": weights,
             "optimizer": weights * (OPTIMIZER_STATES[config.optimizer.name] if momentum else 0),
-            "momentum encoder": weights + measured.buffers if config.key == "momentum_encoder" else 0.0,
-            "averaged weights": 0.0 if config.ema_decay is None else weights + measured.buffers,
+            "momentum encoder": copy if config.key == "momentum_encoder" else 0.0,
+            "averaged weights": 0.0 if config.ema_decay is None else copy,
             "activations": sum(
                 _activations(count, stage, row, waiting)
                 for count, row, waiting in zip(rows, measured.activations, measured.waiting, strict=True)
-            ),
+            )
+            + sum(rows) * measured.predictions,
             "views": sum(count * each for count, each in zip(rows, measured.inputs, strict=True)),
             "waiting rows": _BATCHES * config.local_batch_size(stage) * row_bytes,
             "embeddings": _EMBEDDINGS * stage.batch_size * config.projection_head.dim * 4.0,

@@ -15,7 +15,7 @@ from raycl.config import RunConfig, Stage
 from raycl.doctor.nodes import process_memory
 from raycl.gradient_cache import checkpoint_activations, embed_in_chunks
 from raycl.models.blocks import residual_blocks
-from raycl.models.build import build_towers
+from raycl.models.build import build_prediction_head, build_towers
 from raycl.models.towers import Tower, TwoTowers
 from raycl.tokenization import Tokenizer, Vocabulary
 from raycl.training.process import autocast, available_cores
@@ -30,7 +30,8 @@ class MemoryProfile:
     """Measured bytes of a worker: its process without a network, and the network's parameters and buffers.
 
     The tuples have one entry per side (query and key towers) or, for a single tower, per size of its views: the activations of a row, its
-    part that stays while the chunks of other rows are embedded, and the row's own input.
+    part that stays while the chunks of other rows are embedded, and the row's own input. A prediction head, if any, has
+    the bytes ``prediction_head``, and each row in it ``predictions``.
     """
 
     process: float
@@ -39,6 +40,13 @@ class MemoryProfile:
     activations: tuple[float, ...]
     waiting: tuple[float, ...]
     inputs: tuple[float, ...]
+    prediction_head: float = 0.0
+    predictions: float = 0.0
+
+    @property
+    def learned(self) -> float:
+        """The parameters of all networks."""
+        return self.parameters + self.prediction_head
 
 
 def profile_memory(config: RunConfig, stage: Stage, tokenizer: Tokenizer | None) -> MemoryProfile:
@@ -47,8 +55,10 @@ def profile_memory(config: RunConfig, stage: Stage, tokenizer: Tokenizer | None)
     torch.set_num_threads(available_cores())
     towers = build_towers(config, _vocabulary(config, tokenizer))
     towers.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    head = build_prediction_head(config)
     if config.batchnorm == "shuffled":
-        split_batchnorm(towers, 2)  # the groups have no influence on the sizes
+        for network in filter(None, (towers, head)):
+            split_batchnorm(network, 2)  # the groups have no influence on the sizes
     num_tokens = config.text.vocabulary_size if tokenizer is None else tokenizer.num_tokens
     make_inputs = [partial(_make_rows, shape, num_tokens) for shape in _row_shapes(config, stage)]
     is_pair = isinstance(towers, TwoTowers)
@@ -61,6 +71,8 @@ def profile_memory(config: RunConfig, stage: Stage, tokenizer: Tokenizer | None)
         activations=tuple(activations for activations, _ in measured),
         waiting=tuple(waiting for _, waiting in measured),
         inputs=tuple(make(1).nbytes for make in make_inputs),
+        prediction_head=0.0 if head is None else sum(each.nbytes for each in head.parameters()),
+        predictions=0.0 if head is None else _activations_of_head(config, head),
     )
 
 
@@ -68,29 +80,41 @@ def _profile_tower(
     config: RunConfig, stage: Stage, tower: Tower, make_inputs: Callable[[int], Tensor]
 ) -> tuple[float, float]:
     """Return the bytes of a row with its graph, and while it waits for other chunks."""
-
     every, blocks = stage.activation_checkpoint_every, residual_blocks(tower.encoder)
     checkpoint_activations(tower, blocks, every=every, chunk_size=stage.chunk_size)
 
     def peak(num_rows: int, chunk_size: int | None = None) -> float:
-        inputs = make_inputs(num_rows)
         embed: Callable[[Tensor], Tensor] = tower
         if chunk_size is not None:
             embed = partial(embed_in_chunks, tower, chunk_size=chunk_size, activation_checkpoint_every=every)
-
-        def step() -> None:
-            with autocast(config.tower_precision, torch.device("cpu")):
-                embeddings = embed(inputs)
-            embeddings.square().sum().backward()
-
-        step()  # allocates the gradients
-        return peak_bytes(step)
+        return _peak_of_step(config, embed, make_inputs(num_rows))
 
     activations = max(0.0, peak(2 * FEW_ROWS) - peak(FEW_ROWS)) / FEW_ROWS
     if stage.chunk_size is None:
         return activations, 0.0
     waiting = max(0.0, peak(4 * FEW_ROWS, 2) - peak(2 * FEW_ROWS, 2)) / (2 * FEW_ROWS)
     return activations, waiting
+
+
+def _activations_of_head(config: RunConfig, head: Tower) -> float:
+    """Return the bytes of a row in the prediction head with its graph."""
+    few, more = (
+        _peak_of_step(config, head, torch.randn(count, config.projection_head.dim, requires_grad=True))
+        for count in (FEW_ROWS, 2 * FEW_ROWS)
+    )
+    return max(0.0, more - few) / FEW_ROWS
+
+
+def _peak_of_step(config: RunConfig, embed: Callable[[Tensor], Tensor], inputs: Tensor) -> float:
+    """Return the peak of a forward and backward pass, whose gradients are allocated before."""
+
+    def step() -> None:
+        with autocast(config.tower_precision, torch.device("cpu")):
+            embeddings = embed(inputs)
+        embeddings.square().sum().backward()
+
+    step()  # allocates the gradients
+    return peak_bytes(step)
 
 
 def peak_bytes(call: Callable[[], object]) -> float:
