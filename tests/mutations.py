@@ -210,6 +210,25 @@ MUTATIONS = [
         "tests/test_poly_view.py",
     ),
     Mutation(
+        "NNCLR searches the neighbor of the prediction instead of the other view",
+        "raycl/losses/nnclr.py",
+        "classify(nearest_rows(key, stored.negatives), query",
+        "classify(nearest_rows(query, stored.negatives), query",
+    ),
+    Mutation(
+        "the queue of NNCLR holds predictions",
+        "raycl/training/train_state.py",
+        "return Embedded(queries[0], keys[1], pairs=pairs)",
+        "return Embedded(queries[0], queries[1], pairs=pairs)",
+    ),
+    Mutation(
+        "the predictions that NNCLR compares are this worker's own",
+        "raycl/losses/nnclr.py",
+        "return classify(nearest_rows(key, stored.negatives), query, StoreBatch(), ids)",
+        """return nnclr(query, key, stored.negatives, temperature=self.temperature, sample_id=ids.query)""",
+        "tests/workers/test_objectives.py",
+    ),
+    Mutation(
         "poly_view counts the other positives among the candidates",
         "raycl/losses/views.py",
         "excluded=tuple(own) if exclude_samples else (own[view],)",
