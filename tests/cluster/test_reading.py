@@ -338,9 +338,6 @@ def several(stream: StreamingSampler, share: BatchShard, epochs: Sequence[int]) 
 
 
 def test_a_prefetched_epoch_has_the_same_batches(stream: StreamingSampler, split_by_threads: None) -> None:
-    share = BatchShard(batch_size=20)
-    alone = [batch for epoch in range(3) for batch in ids_of(stream, share, epoch)]
-    assert several(stream, share, range(3)) == alone
     one_by_one = [
         by_two_workers(stream, lambda each, share, e=epoch: ids_of(each, share, e)) for epoch in range(3)
     ]
