@@ -89,7 +89,7 @@ def click_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def click_run(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, raycl.RunResult]:
     output = tmp_path_factory.mktemp("runs") / "clicks"
     # Two of 749 rows are invalid, which is permitted; two of 300 pairs would be too many.
-    config = run_of("two_tower", **{"data.max_invalid_fraction": 0.004})
+    config = run_of("two_tower", **{"workers": 1, "data.max_invalid_fraction": 0.004})
     return output, raycl.train(config, data=str(click_log), output=str(output), quiet=True)
 
 
