@@ -35,7 +35,10 @@ def test_digits_are_equal_for_equal_seeds_and_cover_the_canvas(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_the_demo_ends_with_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_ends_with_a_table_and_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raycl.demo.digits.NUM_PLACEMENTS", 2)
     output = tmp_path / "demo"
     plan = plan_demo(str(output), workers=1, epochs=1)
     scores = run_demo(replace(plan, config=override(plan.config, {"encoder.width": 0.25})))
