@@ -15,7 +15,8 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # waiting threads yield their core to
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # its waiting threads never yield: a small fit takes 12 s, not 0.2 s
 os.environ["RAY_AUTH_MODE"] = "disabled"  # otherwise Ray writes a token to the home folder
 os.environ["RAY_DATA_DEFAULT_MIN_PARALLELISM"] = "8"  # otherwise 200 blocks, each with a task
-os.environ["RAY_idle_worker_killing_time_threshold_ms"] = "60000"  # otherwise a second: each data set starts new ones
+# Otherwise idle workers end after a second, and each data set starts new ones.
+os.environ["RAY_idle_worker_killing_time_threshold_ms"] = "60000"  # noqa: SIM112
 os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"
 os.environ["RAY_TRAIN_METRICS_ENABLED"] = "0"
 os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"

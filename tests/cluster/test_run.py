@@ -172,6 +172,7 @@ def test_the_metrics_of_a_run_match_the_documentation(finished: Finished) -> Non
         "grad_norm",
         "views_per_second",
         "grouped_fraction",
+        "guide_masked_fraction",
         "data_set",
         "batchnorm_leakage",
         "recall_at_10",
