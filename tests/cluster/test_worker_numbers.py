@@ -44,7 +44,8 @@ OWN: dict[str, dict[str, Any]] = {
     "moco_v1": IMAGES | QUEUE,
     "moco_v2": IMAGES | QUEUE,
     "moco_v3": IMAGES,
-    "nnclr": IMAGES | QUEUE,
+    # At the recipe's learning rate, rounding grows until another row of the queue is the nearest, after 13 steps.
+    "nnclr": IMAGES | QUEUE | {"stages.0.learning_rate": 0.012},
     "instance_discrimination": IMAGES
     | {"negatives.num_negatives": 64, "batchnorm": "synchronized", "bank.max_staleness": 0},
     "simcse": TEXTS | {"encoder.kwargs": TRANSFORMER, "projection_head.dim": 16},
