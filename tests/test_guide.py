@@ -251,6 +251,20 @@ def test_an_id_may_be_embedded_twice_if_its_embeddings_agree(tmp_path: Path) -> 
             "query have 1 and 2 numbers; embed all with one",
         ),
         ({"query": (range(80), list(range(80)))}, "representation must be lists of numbers, .* holds int64"),
+        ({"query": (range(80), [["a"]] * 80)}, "must be lists of numbers, .* holds list<.*: string>"),
+        ({"query": (range(80), [[[1.0]]] * 80)}, "must be lists of numbers, .* holds list<.*: list<"),
+        (
+            {"query": (range(80), [None, *[[1.0, 2.0]] * 79])},
+            "must be lists of numbers, .* holds list<.*> with nulls",
+        ),
+        (
+            {"query": (range(80), pa.array([None, *[[1.0, 2.0]] * 79], pa.list_(pa.float32(), 2)))},
+            "must be lists of numbers, .* holds fixed_size_list<.* with nulls",
+        ),
+        (
+            {"query": (range(80), [[1e300, 2.0]] * 80)},
+            "a.parquet has an embedding that is zero or not finite",
+        ),
     ],
 )
 def test_a_guide_that_does_not_fit_the_data_is_refused(
@@ -300,6 +314,11 @@ FOLDERS = {"negatives.guide.query": "guide/queries", "negatives.guide.document":
             {"negatives.guide.document": None},
             "negatives.guide has no folder of embeddings as document; give query and",
         ),
+        (
+            {"negatives.guide.margin_strategy": "relative"},
+            "margin_strategy acts only with negatives.guide.margin other than 0; remove it",
+        ),
+        ({"negatives.guide.query": ""}, "negatives.guide.query.* at least 1 character"),
         (
             {"negatives.store": "queue"},
             "negatives.guide has no embeddings of stored keys, got negatives.store queue",

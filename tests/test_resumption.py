@@ -1,5 +1,6 @@
 """Resuming the run in an output: permitted and refused changes."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,20 @@ def test_an_added_stage_cannot_begin_to_learn_the_temperature(tmp_path: Path) ->
     learning = run_of(**hinge, **{"stages.2.loss": "nt_xent", "learn_temperature": True})
     with pytest.raises(ConfigError, match="--resume would change learn_temperature from False to True"):
         check_output(learning, Place(str(tmp_path)), resume=True)
+
+
+def test_a_guide_may_move_but_not_come_or_go(tmp_path: Path) -> None:
+    def guided(folder: str | None) -> RunConfig:
+        settings = {f"negatives.guide.{side}": folder for side in ("query", "document")}
+        return raycl.override(raycl.recipe("two_tower"), settings)
+
+    for before, now, is_refused in (("near", "far", False), (None, "far", True), ("near", None, True)):
+        (tmp_path / "config.yaml").write_text(config_to_yaml(guided(before)))
+        says = pytest.raises(
+            ConfigError, match=rf"would change negatives\.guide\.query from {before!r} to {now!r}"
+        )
+        with says if is_refused else contextlib.nullcontext():
+            check_output(guided(now), Place(str(tmp_path)), resume=True)
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,7 @@ _GUIDED = Condition(
     "negatives.guide.query and negatives.guide.document",
     lambda run, _: None not in (run.negatives.guide.query, run.negatives.guide.document),
 )
+_MARGIN = Condition("negatives.guide.margin other than 0", lambda run, _: run.negatives.guide.margin != 0)
 _HIDDEN_LAYERS = Condition(
     "projection_head.num_layers 2 or 3", lambda run, _: run.projection_head.num_layers > 1
 )
@@ -219,7 +220,7 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
     ),
     "negatives.guide": (_PAIRS,),
     "negatives.guide.margin": (_GUIDED,),
-    "negatives.guide.margin_strategy": (_GUIDED,),
+    "negatives.guide.margin_strategy": (_GUIDED, _MARGIN),
     "bank": (when("negatives.store", "queue", "memory_bank", "partition"),),
     "bank.name": (_ACTOR,),
     "bank.shards": (_SLOTS, _ACTOR),

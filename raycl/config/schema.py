@@ -364,10 +364,10 @@ class GuideConfig(Section):
     ``raycl embed`` writes them.
     """
 
-    query: str | None = None
+    query: Annotated[str, Field(min_length=1)] | None = None
     """Folder of the queries' embeddings, by ``query_id``."""
 
-    document: str | None = None
+    document: Annotated[str, Field(min_length=1)] | None = None
     """Folder of the embeddings of documents and explicit negatives, by ``document_id``."""
 
     margin: Annotated[float, Field(allow_inf_nan=False)] = 0.0

@@ -129,7 +129,8 @@ def _is_label(kind: pa.DataType) -> bool:
     return is_text(kind) or pa.types.is_integer(values) or pa.types.is_boolean(values)
 
 
-def _is_number(kind: pa.DataType) -> bool:
+def is_number(kind: pa.DataType) -> bool:
+    """Whether a column holds integers or floating-point numbers."""
     return pa.types.is_integer(kind) or pa.types.is_floating(kind)
 
 
@@ -144,5 +145,5 @@ _KINDS: dict[str, tuple[Callable[[pa.DataType], bool], str]] = {
     "query_id": (_is_id, "ids must be integers or text"),
     "document_id": (_is_id, "ids must be integers or text"),
     "negative_ids": (_are_ids, "ids of negatives must be lists of integers or text"),
-    "weight": (_is_number, "weights must be numbers"),
+    "weight": (is_number, "weights must be numbers"),
 }

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raycl.config.schema import GuideConfig
 from raycl.data.codecs import list_lengths, to_numpy
-from raycl.data.columns import ColumnNames, is_list
+from raycl.data.columns import ColumnNames, is_list, is_number
 from raycl.data.ids import entity_id
 from raycl.data.sources import existing, open_parquet
 from raycl.errors import DataError
@@ -175,20 +175,33 @@ def _embeddings(uri: str, role: str) -> Iterator[tuple[NDArray[np.int64], NDArra
                 yield ids, _unit_rows(batch.column(REPRESENTATION), place)
 
 
+def _check_vectors(kind: Any, place: object) -> None:
+    """Raise ``DataError`` unless a column of this type holds lists of numbers."""
+    if not (is_list(kind) and is_number(kind.value_type)):
+        raise _no_vectors(kind, place)
+
+
+def _no_vectors(found: object, place: object) -> DataError:
+    return DataError(
+        f"{REPRESENTATION} must be lists of numbers, {place} holds {found}; write it by `raycl embed`"
+    )
+
+
 def _unit_rows(column: Any, place: object) -> NDArray[np.float32]:
     """Return the vectors of a column of lists, of unit length; raises ``DataError`` if one has no direction."""
     kind = column.type
-    if not is_list(kind):
-        raise DataError(
-            f"{REPRESENTATION} must be lists of numbers, {place} holds {kind}; write it by `raycl embed`"
-        )
+    _check_vectors(kind, place)
+    values = column.flatten()
+    if column.null_count or values.null_count:
+        raise _no_vectors(f"{kind} with nulls", place)
     widths = {kind.list_size} if pa.types.is_fixed_size_list(kind) else {*list_lengths(column).tolist()}
     if len(widths) > 1:
         raise DataError(
             f"the embeddings in {place} have {min(widths)} to {max(widths)} numbers; embed all with one model"
         )
-    rows = column.flatten().to_numpy(zero_copy_only=False).astype(np.float32).reshape(len(column), *widths)
-    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    with np.errstate(over="ignore"):  # too large for float32 is not finite
+        rows = values.to_numpy(zero_copy_only=False).astype(np.float32).reshape(len(column), *widths)
+        norms = np.linalg.norm(rows, axis=1, keepdims=True)
     if not (np.isfinite(norms) & (norms > 0)).all():
         raise DataError(f"{place} has an embedding that is zero or not finite; embed its text again")
     return rows / norms

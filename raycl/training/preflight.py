@@ -33,6 +33,7 @@ MAY_CHANGE = re.compile(
     r"workers|min_workers|gpu|accelerator|autoscaling|cpus_per_worker|stages\.\d+\.(workers|chunk_size|cached_chunks|activation_checkpoint_every)|"
     r"checkpoints\..*|monitor\..*|tracking\..*|data\.cache|bank\.(detached|max_staleness|timeout_s)|log_every_steps|max_failures"
 )
+_ADDRESSES = re.compile(r"negatives\.guide\.(query|document)")  # may be changed, but not added or removed
 
 
 @final
@@ -199,6 +200,8 @@ def _check_unchanged(saved: RunConfig, config: RunConfig) -> None:
         if key == "precision" and saved.tower_precision == config.tower_precision:
             continue
         if MAY_CHANGE.fullmatch(key) or longer.fullmatch(key) or key.startswith(added):
+            continue
+        if _ADDRESSES.fullmatch(key) and None not in (before, now):
             continue
         # A setting without effect in one of the runs follows from another change. A learned temperature does not:
         # it is a parameter of the saved optimizer.
