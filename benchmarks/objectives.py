@@ -39,10 +39,12 @@ from torch import Tensor
 from raycl.errors import ConfigError
 from raycl.loss_specs import LOSSES
 from raycl.losses.example_ids import ExampleIds
+from raycl.losses.guide import Guide
 from raycl.losses.objective import Partition, StoreBatch
 from raycl.recipes import recipe
 
 sys.path.append(str(FOLDER.parent))  # the tests have the plain formulas, and workers without Ray
+from tests.embeddings import make_views
 from tests.settings import override_active
 from tests.workers.objectives import (
     CASES,
@@ -252,7 +254,8 @@ def raycl_loss(name: str, size: int, dim: int) -> Loss:
     """Return the objective of a case with distinct ids, as a step of one worker calls it."""
     case, ids = CASES[name], torch.arange(size)
     objective = build_objective(case, torch.tensor(TEMPERATURE), torch.tensor(BIAS))
-    batch, stored = ExampleIds(query=ids, key=ids, label=_labels(ids)), StoreBatch()
+    guide = None if case.guide is None else Guide.of(*make_views(size, dim), **case.guide)
+    batch, stored = ExampleIds(query=ids, key=ids, label=_labels(ids), guide=guide), StoreBatch()
     slots = F.normalize(torch.randn(2, size, dim), dim=2)
     if case.own_slot or case.run.get("negatives.store") == "queue":
         key = slots[0] if case.own_slot else None
