@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from raycl.config.overrides import override
 from raycl.errors import ConfigError
 from raycl.losses import nnclr, nt_xent
-from raycl.losses.example_ids import ExampleIds
+from raycl.losses.example_ids import ExampleIds, mean_one
 from raycl.losses.nnclr import Nnclr, nearest_rows
 from raycl.losses.objective import StoreBatch
 from raycl.recipes import recipe
@@ -20,13 +20,21 @@ from tests.gradients import leaves
 from tests.plain_losses import plain_nnclr
 
 
-def test_value_and_gradient_equal_the_formula_for_prediction_and_temperature() -> None:
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_value_and_gradient_equal_the_formula_for_prediction_and_temperature(is_weighted: bool) -> None:
     prediction, projection = (each.double() for each in make_views(300, 16))
     support = make_rows(1_500, 16).double()
     inputs = leaves(prediction, torch.tensor(0.1), dtype=torch.float64)
     projection.requires_grad_()
-    found = nnclr(inputs[0], projection, support, temperature=inputs[1])
-    expected = plain_nnclr(inputs[0], projection, support, inputs[1])
+    weight = (torch.arange(300) % 3).double() if is_weighted else None
+    found = nnclr(
+        inputs[0],
+        projection,
+        support,
+        temperature=inputs[1],
+        weight=None if weight is None else mean_one(weight),
+    )
+    expected = plain_nnclr(inputs[0], projection, support, inputs[1], weight=weight)
     assert found.item() == pytest.approx(expected.item(), rel=1e-12)
     theirs = torch.autograd.grad(expected, inputs)
     for ours, wanted in zip(torch.autograd.grad(found, inputs), theirs, strict=True):

@@ -25,6 +25,7 @@ def nnclr(
     offset: int = 0,
     sample_id: Tensor | None = None,
     gathered_sample_id: Tensor | None = None,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """Classify each prediction among all predictions of the batch by the neighbor of its sample (Dwibedi et al., 2021, equation 3).
 
@@ -44,6 +45,8 @@ def nnclr(
         offset: the index of this worker's first prediction in the gathered predictions.
         sample_id: [local_batch] int64; predictions of other rows with the same id are masked.
         gathered_sample_id: [batch] int64, ids of the gathered predictions.
+        weight: [local_batch], the weight of each sample in the mean; of mean 1 over all workers for a
+            weighted mean. No gradient.
 
     Returns:
         A scalar, float32 (float64 for float64 embeddings). It can be differentiated once, with respect to
@@ -62,6 +65,7 @@ def nnclr(
         offset=offset,
         sample_id=sample_id,
         gathered_sample_id=gathered_sample_id,
+        weight=weight,
     )
 
 
