@@ -1,5 +1,6 @@
 """Weights of rows: from a column of the data to the loss, and their refusals in one line."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,13 @@ from raycl.data.sources import RawRows, find_source
 from raycl.data.weights import WeightFormat, check_weight_columns
 from raycl.errors import ConfigError, DataError
 from raycl.losses import clip, nt_xent, supcon
+from raycl.losses.clip import Clip
 from raycl.losses.example_ids import mean_one
+from raycl.models.build import build_towers
 from raycl.recipes import recipe
+from raycl.training.step import train_step
+from raycl.training.stores import build_store
+from raycl.training.train_state import TrainState
 from raycl.training.transforms import build_transform
 from raycl.training.views import ViewMaker
 from tests.embeddings import make_views
@@ -53,6 +59,26 @@ def test_equal_weights_change_nothing_and_zeros_give_a_loss_of_zero() -> None:
     zeros = mean_one(torch.zeros(9))
     for result in value_and_gradients(nt_xent(*inputs, temperature=0.2, weight=zeros), inputs):
         assert torch.equal(result, torch.zeros_like(result))
+
+
+def test_a_step_with_weights_of_zero_only_has_a_trivial_loss() -> None:
+    config = small_config(settings={"stages.0.batch_size": 8})
+    learner = TrainState.build(config, build_towers(config, vocabulary()), num_samples=None)
+    maker = ViewMaker.of(config, build_transform(config, vocabulary().tokenizer), torch.device("cpu"))
+    (views,) = maker.views(rows_of(config, clicks(8, num_negatives=[0])).batches(8))
+    for weight, is_trivial in ((mean_one(torch.zeros(8)), True), (mean_one(torch.eye(8)[0]), False)):
+        weighted = replace(views, example_ids=replace(views.example_ids, weight=weight))
+        output = train_step(
+            learner,
+            build_store(config, None, None, torch.device("cpu")),
+            Clip(temperature=0.2),
+            weighted,
+            step=0,
+            learning_rate=0.0,
+            momentum=0.0,
+            precision="float32",
+        )
+        assert (output.loss == output.collapsed_loss == 0) == is_trivial
 
 
 def test_weights_of_classes_have_the_loss_and_gradient_of_pytorch_metric_learning() -> None:

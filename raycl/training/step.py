@@ -101,6 +101,8 @@ def train_step(
     with phase("store"):
         store.update(step=step)
     collapsed_loss = objective.collapsed_loss(batch_size=len(query) * num_workers(), stored=stored)
+    if value == 0 and views.example_ids.weight is not None:
+        collapsed_loss = 0.0  # all weights of the batch are 0
     return StepOutput(
         loss=value,
         stop_requested=num_requests > 0,
