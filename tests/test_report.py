@@ -38,7 +38,7 @@ from raycl.report.plots import downsample
 from raycl.report.run import read_run
 from raycl.report.sections import batch_sizes
 from raycl.report.snapshots import NeighborSearch, project, summarize
-from raycl.report.tables import final_metrics
+from raycl.report.tables import final_metrics, run_facts
 from raycl.report.writer import reported, write_comparison, write_report
 from raycl.storage import Place
 from tests.conftest import BUCKET
@@ -112,6 +112,21 @@ def test_a_finished_run_has_all_drawings_and_its_headings_in_order(finished: Pat
     levels = [int(name[1]) for name in headings(page)]
     assert levels[0] == 1
     assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+
+
+@pytest.mark.parametrize(
+    ("method", "positives", "negatives"),
+    [
+        ("nnclr", "the nearest rows of the queue", "in the batch"),
+        ("moco_v2", None, "queue"),
+        ("sogclr", None, "the whole data set, by partition functions"),
+    ],
+)
+def test_the_facts_of_a_run_say_for_what_its_store_is_used(
+    method: str, positives: str | None, negatives: str, tmp_path: Path
+) -> None:
+    facts = dict(run_facts(read_run(str(write_run(tmp_path, method=method)))))
+    assert (facts.get("Positives"), facts["Negatives"]) == (positives, negatives)
 
 
 COLUMNS = {

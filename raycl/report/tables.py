@@ -8,6 +8,7 @@ from typing import Any
 from raycl.config import active_settings, flat
 from raycl.config.overrides import differences
 from raycl.display import Table
+from raycl.loss_specs import LOSSES
 from raycl.report.run import Run
 from raycl.report.sections import EVALUATION_METRICS, timeline_of
 
@@ -17,10 +18,11 @@ NONE = "-"
 def run_facts(run: Run) -> list[tuple[str, str]]:
     """Return the facts of a run by name."""
     config, history, result = run.config, run.history, run.result
+    has_neighbors = [LOSSES[stage.loss].neighbors for stage in config.stages]
     negatives = ["in the batch"] if config.negatives.in_batch and config.key != "memory_bank" else []
     if config.negatives.store == "partition":
         negatives = ["the whole data set, by partition functions"]
-    elif config.negatives.store != "none":
+    elif config.negatives.store != "none" and not all(has_neighbors):
         negatives.append(config.negatives.store.replace("_", " "))
     facts = {
         "Recipe": config.recipe,
@@ -28,6 +30,7 @@ def run_facts(run: Run) -> list[tuple[str, str]]:
         "Rows": _count(run.data.get("num_rows")),
         "Encoder": config.encoder.name,
         "Loss": ", ".join(dict.fromkeys(stage.loss for stage in config.stages)),
+        "Positives": "the nearest rows of the queue" if any(has_neighbors) else NONE,
         "Negatives": " and ".join(negatives) or "explicit ones of the pairs",
         "Batch size": ", ".join(f"{stage.batch_size:,}" for stage in config.stages),
         "Workers": _count(history["workers"].last),
