@@ -193,7 +193,8 @@ def _check_bank(config: RunConfig, num_samples: int, answers: Answers) -> Iterat
         f"{len(shards)} shard{'' if len(shards) == 1 else 's'} of {format_bytes(max(shards))}, "
         f"the most free memory is {format_bytes(_available(largest))} ({largest.node.name})"
     )
-    remedy = "raise bank.shards, set bank.dtype=float16, or add a node with more memory"
+    smaller = "" if config.negatives.store == "partition" else " set bank.dtype=float16,"
+    remedy = f"raise bank.shards,{smaller} or add a node with more memory"
     yield passed_if(max(shards) <= _available(largest), "bank", seen, remedy)
 
 
