@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import ray
 
 from raycl.config.overrides import override
-from raycl.data.click_logs import check_labels, group_source, grouped_columns
-from raycl.data.columns import ColumnNames
+from raycl.data.click_logs import group_source, grouped_columns
+from raycl.data.columns import ColumnNames, check_labels
 from raycl.data.decode import map_fragments
 from raycl.data.ids import is_missing, stable_id
 from raycl.data.labels import NO_LABEL

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,16 @@ from torch import Tensor
 from raycl.config.overrides import override
 from raycl.config.schema import GuideConfig
 from raycl.data.columns import ColumnNames
+from raycl.doctor.data import check_data
+from raycl.doctor.memory import check_memory
+from raycl.doctor.nodes import Node, NodeAnswer, NodeInfo
+from raycl.doctor.result import CheckResult
 from raycl.errors import ConfigError, DataError
 from raycl.losses import clip, info_nce
 from raycl.losses.guide import Guide
 from raycl.recipes import recipe
-from raycl.training.guide import id_columns, read_guide
-from raycl.training.preflight import check_data_sets
+from raycl.training.guide import read_guide
+from raycl.training.preflight import check_data_sets, id_columns
 from raycl.training.transforms import PairTransform
 from tests.embeddings import make_pair_ids, make_rows, make_views, named_ids
 from tests.gradients import assert_close, leaves, value_and_gradients
@@ -107,7 +112,7 @@ def test_a_guided_loss_equals_the_plain_formula(loss: Any, margin: dict[str, Any
 def test_a_local_batch_without_ids_and_negatives_is_guided_in_both_directions() -> None:
     query, key = make_views(BATCH, 6)
     rows = guide_rows()[:2]
-    nearer = are_nearer(*rows, rows[1]), are_nearer(*rows[::-1], rows[0])
+    nearer = are_nearer(*rows, rows[1]), are_nearer(rows[1], rows[0], rows[0])
     doubles = query.double(), key.double()
     expected = plain_bidirectional(*doubles, torch.tensor(0.1), doubles[0][:0], nearer=nearer)
     assert clip(query, key, temperature=0.1, guide=Guide.of(*rows)).item() == pytest.approx(
@@ -274,6 +279,37 @@ def test_a_guide_that_does_not_fit_the_data_is_refused(
     sides = {"query": embeddings(range(200)), "document": embeddings(range(200)), **changes}
     with pytest.raises(DataError, match=message):
         read_guide(write_guide(tmp_path, **sides), [table], names)
+
+
+def test_the_doctor_checks_a_guide_and_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = write_guide(tmp_path, query=embeddings(range(30)), document=embeddings(range(80)))
+    folders = {f"negatives.guide.{side}": getattr(guide, side) for side in ("query", "document")}
+    config = override(recipe("two_tower"), {**folders, "data.cache": "materialize"})
+    monkeypatch.setattr("raycl.doctor.memory.check_cluster", lambda *_, **__: None)
+    monkeypatch.setattr("raycl.doctor.memory._profile_stages", lambda _: 1 / 0)
+
+    def check(object_store: float, data: Any = None) -> CheckResult:
+        node = Node(
+            node_id="id", name="node", is_head=True, num_cpus=1, num_gpus=0, object_store=object_store
+        )
+        info = NodeInfo(versions={}, memory=1e9, free_memory=1e9)
+        results = {each.name: each for each in check_memory(config, data, [NodeAnswer(node, info)])}
+        return results["guide"]
+
+    whole, few = 2 * (30 + 80) * 5, 2 * (10 + 25) * 5
+    assert "embeddings of 5 numbers take at most 1.1 KiB of each node's" in check(whole).seen
+    assert check(whole).good
+    assert not check(whole - 1).good
+    data = SimpleNamespace(source=SimpleNamespace(num_rows=10), negatives_per_pair=1.5)
+    assert check(few, data).good
+    assert not check(few - 1, data).good
+    for file in (tmp_path / "document").iterdir():
+        file.unlink()
+    assert "document has no parquet file (0 others); give the --output of `raycl embed`" in check(1e9).seen
+    pairs = pa.table({"query": ["a", "b"], "document": ["c", "d"]})
+    pq.write_table(pairs, tmp_path / "pairs.parquet")
+    (result,) = check_data(str(tmp_path / "pairs.parquet"), None, config)
+    assert "negatives.guide finds embeddings by id, and the data have no query_id" in result.seen
 
 
 def test_a_folder_without_ids_or_nothing_at_all_is_no_guide(tmp_path: Path) -> None:

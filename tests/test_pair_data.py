@@ -19,11 +19,10 @@ from raycl.data.click_logs import (
     _pairs_of_group,
     _skipped_in,
     _valid_rows,
-    check_labels,
     grouped_columns,
 )
 from raycl.data.codecs import Format, store_all
-from raycl.data.columns import ColumnNames, is_text
+from raycl.data.columns import ColumnNames, check_labels, is_text
 from raycl.data.decode import row_error
 from raycl.data.ids import IdFormat, Ids, content_id, content_ids, entity_id, stable_id, stable_ids
 from raycl.data.in_memory import InMemoryDataset

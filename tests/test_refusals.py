@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import raycl
@@ -24,6 +26,10 @@ TRAIN = "train simclr --output new --batch-size 32"
 DIGITS = f"{TRAIN} --data digits.parquet"
 EVALUATE = "evaluate knn --run images --train digits.parquet --test digits.parquet"
 EMBED = "embed --run images --data digits.parquet --output new"
+GUIDED = (
+    "train two_tower --output new --batch-size 2 "
+    "--set negatives.guide.query=pairs --set negatives.guide.document=pairs"
+)
 REFUSED = {
     f"{TRAIN} --data gs://bucket/x": "cannot use the address 'gs://bucket/x': raycl does not support gs://",
     f"{TRAIN} --data s3://": "cannot use the address 's3://': it has no bucket; give a local path or s3://",
@@ -38,6 +44,11 @@ REFUSED = {
     "train clip --data captions --output new --set text_encoder.name=bert "
     "--set data.image_size=16": "unknown text_encoder.name 'bert'; there are transformer",
     "train simcse --data captions --output new --set encoder.name=resnet18": "unknown encoder.name 'resnet18'",
+    "train two_tower --data weights --output new --set data.columns.weight=weight": "labels ('label'), so that rows become pairs, which have no weight",
+    f"{GUIDED} --data pairs": "negatives.guide finds embeddings by id, and the data have no query_id; name the",
+    f"{GUIDED} --data ids --set negatives.guide.query=earlier": "earlier has no parquet file (1 others); give",
+    f"{GUIDED} --data ids --set negatives.guide.query=missing": "there is nothing at",
+    f"{GUIDED} --data ids": "no column 'query_id'; it has query, document: write it by `raycl embed",
     "demo --output earlier_demo": "holds an earlier demo",
     "demo --output demo --epochs 0": "stages.0.epochs",
     EVALUATE.replace("knn", "magic"): "unknown measure 'magic'; choose knn, linear, retrieval or sts",
@@ -85,6 +96,14 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Run all commands in one process; return status, message, imported libraries and seconds of each."""
     folder = tmp_path_factory.mktemp("refusals")
     write_digits(folder / "digits.parquet", 100)
+    pairs: dict[str, list[Any]] = {"query": ["a", "b"], "document": ["c", "d"]}
+    ids = {"query_id": [1, 2], "document_id": [3, 4]}
+    for name, table in (
+        ("pairs", pairs),
+        ("ids", pairs | ids),
+        ("weights", pairs | {"label": [1, 0], "weight": [1, 2]}),
+    ):
+        pq.write_table(pa.table(table), folder / name)
     for name, content in (
         ("earlier/config.yaml", config_to_yaml(recipe("simclr"))),
         ("earlier_demo/run/config.yaml", config_to_yaml(recipe("simclr"))),

@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from raycl.config.overrides import override
-from raycl.data.click_logs import check_labels
 from raycl.data.codecs import store_all
-from raycl.data.columns import ColumnNames
+from raycl.data.columns import ColumnNames, check_labels
 from raycl.data.in_memory import InMemoryDataset, weights_of
 from raycl.data.mixed import MixedSampler
 from raycl.data.sampler import BatchShard, InMemorySampler

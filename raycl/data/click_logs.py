@@ -14,7 +14,7 @@ from raycl.data.decode import map_fragments
 from raycl.data.ids import content_id, entity_id, is_missing
 from raycl.data.read_stats import ReadStats
 from raycl.data.sources import Fragment, RawRows, Source, values_of
-from raycl.errors import DataError, InvalidValueError
+from raycl.errors import InvalidValueError
 from raycl.tokenization import read_text
 
 WITHOUT_POSITIVE = "queries without a positive document"
@@ -208,17 +208,3 @@ def grouped_columns(columns: ColumnNames) -> ColumnNames:
         document_id="document_id" if has_ids else None,
         negative_ids="negative_ids" if has_ids else None,
     )
-
-
-def check_labels(columns: ColumnNames) -> None:
-    """Raise if a dataset has both labels and a list of negatives or weights."""
-    if columns.label is not None and columns.negatives is not None:
-        raise DataError(
-            f"the dataset has labels ({columns.label!r}) and lists of negatives ({columns.negatives!r}): "
-            "remove one of the two columns"
-        )
-    if columns.label is not None and columns.weight is not None:
-        raise DataError(
-            f"the dataset has labels ({columns.label!r}), so that rows become pairs, which have no weight "
-            f"({columns.weight!r}); remove data.columns.weight, or give pairs without labels"
-        )

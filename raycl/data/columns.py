@@ -90,6 +90,20 @@ def is_text(kind: pa.DataType) -> bool:
     return is_string or pa.types.is_string_view(values) or pa.types.is_null(values)
 
 
+def check_labels(columns: ColumnNames) -> None:
+    """Raise if a dataset has both labels and a list of negatives or weights."""
+    if columns.label is not None and columns.negatives is not None:
+        raise DataError(
+            f"the dataset has labels ({columns.label!r}) and lists of negatives ({columns.negatives!r}): "
+            "remove one of the two columns"
+        )
+    if columns.label is not None and columns.weight is not None:
+        raise DataError(
+            f"the dataset has labels ({columns.label!r}), so that rows become pairs, which have no weight "
+            f"({columns.weight!r}); remove data.columns.weight, or give pairs without labels"
+        )
+
+
 def is_list(kind: pa.DataType) -> bool:
     """Whether a column holds lists."""
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)

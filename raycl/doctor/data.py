@@ -9,9 +9,9 @@ import numpy as np
 import ray
 
 from raycl.config import RunConfig
-from raycl.data.click_logs import check_labels, is_clicked, labels_as_given
+from raycl.data.click_logs import is_clicked, labels_as_given
 from raycl.data.codecs import Formats, store_all
-from raycl.data.columns import ColumnNames
+from raycl.data.columns import ColumnNames, check_labels
 from raycl.data.decode import are_flat, row_error
 from raycl.data.images import image_sides
 from raycl.data.labels import NO_LABEL
@@ -23,7 +23,7 @@ from raycl.errors import DataError, InvalidValueError, RayclError, last_line
 from raycl.recipes import recipe
 from raycl.storage import Place
 from raycl.tokenization import Vocabulary
-from raycl.training.preflight import column_names
+from raycl.training.preflight import check_pairs, column_names
 from raycl.training.transforms import build_formats
 
 MAX_FRAGMENTS = 8
@@ -114,7 +114,9 @@ def check_data(
 def _find(uri: str, columns: ColumnNames | None, config: RunConfig | None) -> tuple[Source, RunConfig]:
     """Return the source and a configuration that reads it; without either, the first kind that fits."""
     if config is not None:
-        return _open(uri, column_names(config)), config
+        source = find_source(uri, column_names(config))
+        check_pairs(config, source.columns)
+        return source, config
     if columns is not None:
         source = _open(uri, columns)
         roles = source.columns.contents

@@ -11,6 +11,7 @@ from typing import Any, final
 import ray
 
 from raycl.config import RunConfig, Stage
+from raycl.data.embeddings import count_embeddings
 from raycl.display import format_bytes
 from raycl.doctor.checks import AUTOSCALING
 from raycl.doctor.data import DataSummary
@@ -24,6 +25,7 @@ from raycl.ray_runtime import object_store_bytes
 from raycl.storage import Place
 from raycl.training.data_module import known_tokenizer
 from raycl.training.driver import check_cluster
+from raycl.training.preflight import check_guide
 from raycl.training.stores import bank_spec
 
 # Allocators keep freed memory: real workers took 1.14 to 1.32 times the sum of the parts (docs/doctor.md).
@@ -90,6 +92,8 @@ def check_memory(
         check_cluster(config, streamed=is_streamed(config, data), report=lambda _: None)
     except RayclError as error:
         yield failed("workers", str(error))
+    if config.negatives.guide.query is not None:
+        yield _check_guide_table(config, data, answers)
     try:
         profiles = _profile_stages(config)
         estimate = estimate_memory(
@@ -167,6 +171,30 @@ def check_decoded_data(config: RunConfig, data: DataSummary, answers: Answers) -
     seen = f"{rows}, held in object stores of {format_bytes(total)}"
     remedy = "set data.cache=stream, or lower data.image_size"
     return passed_if(data.decoded_bytes <= total, name, seen, remedy)
+
+
+def _check_guide_table(config: RunConfig, data: DataSummary | None, answers: Answers) -> CheckResult:
+    """Check the files of a guide, and compare its embeddings of the run's ids with the smallest object store."""
+    name, guide = "guide", config.negatives.guide
+    assert guide.query is not None, "only a run with a guide has its table"
+    assert guide.document is not None, "the configuration gives a guide both folders"
+    try:
+        check_guide(config)
+        counts = [
+            count_embeddings(guide.query, "query_id"),
+            count_embeddings(guide.document, "document_id"),
+        ]
+    except RayclError as error:
+        return failed(name, str(error))
+    (queries, dim), (documents, _) = counts
+    if data is not None:  # a run keeps the embeddings of its own ids only
+        rows = data.source.num_rows
+        queries, documents = min(queries, rows), min(documents, round(rows * (1 + data.negatives_per_pair)))
+    num_bytes = 2 * (queries + documents) * dim  # float16
+    seen = f"embeddings of {dim} numbers take at most {format_bytes(num_bytes)} of each node's object store"
+    is_small = all(num_bytes <= answer.node.object_store for answer in answers)
+    remedy = "give Ray more (ray start --object-store-memory), or take a guide of shorter embeddings"
+    return passed_if(is_small, name, seen, remedy)
 
 
 def is_streamed(config: RunConfig, data: DataSummary | None) -> bool:

@@ -20,8 +20,8 @@ from raycl.ray_runtime import fetch_tables, object_store_bytes
 from raycl.storage import Place
 from raycl.tokenization import Tokenizer, Vocabulary
 from raycl.training.data_set import DataSet, learn_vocabulary
-from raycl.training.guide import GuideTables, id_columns, read_guide
-from raycl.training.preflight import check_classes
+from raycl.training.guide import GuideTables, read_guide
+from raycl.training.preflight import check_classes, id_columns
 from raycl.training.transforms import build_formats
 
 JUDGED_PART = 20  # rows in the evaluation fragments of a large data set, per evaluated row

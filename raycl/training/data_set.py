@@ -9,7 +9,7 @@ import numpy as np
 import ray
 
 from raycl.config import RunConfig, TextConfig
-from raycl.data.click_logs import check_labels, group_dataset, group_source, grouped_columns
+from raycl.data.click_logs import group_dataset, group_source, grouped_columns
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import Decoder, classes_of, columns_of, decode_dataset, decode_source
 from raycl.data.read_stats import ReadStats
@@ -19,7 +19,7 @@ from raycl.errors import DataError
 from raycl.ray_runtime import unwrap_ray_errors
 from raycl.tokenization import InvalidTextError, Tokenizer, Vocabulary, read_text
 from raycl.training.coordinator import rows_in
-from raycl.training.preflight import column_names
+from raycl.training.preflight import check_pairs, column_names
 
 ROLES = ("text", "caption", "query", "document", "negatives")
 
@@ -48,7 +48,7 @@ class DataSet:
         self.num_clicks: int | None = None  # the rows of a click log that became pairs
         self.columns = self.source.columns if self.source else columns_of(self.dataset, column_names(config))
         if config.data.kind == "pairs":
-            check_labels(self.columns)
+            check_pairs(config, self.columns)
             if self.columns.label is not None:
                 self._group()
         if self.source is None and self.columns.weight is not None:

@@ -1,8 +1,8 @@
 """The guide of a run: the embeddings of another encoder by id, read before training."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import pyarrow as pa
@@ -12,14 +12,10 @@ from torch import Tensor
 
 from raycl.config.schema import GuideConfig
 from raycl.data.codecs import list_lengths, to_numpy
-from raycl.data.columns import ColumnNames, is_list, is_number
-from raycl.data.ids import entity_id
-from raycl.data.sources import existing, open_parquet
+from raycl.data.embeddings import read_embeddings
 from raycl.errors import DataError
 from raycl.losses.guide import Guide
 
-REPRESENTATION = "representation"
-_BATCH_ROWS = 4_096
 _SAME = 0.99  # cosine of two embeddings of one text, which padding and precision change a little
 
 
@@ -62,23 +58,6 @@ class GuideTables:
             margin=self.margin,
             relative=self.relative,
         )
-
-
-def id_columns(columns: ColumnNames, *, explicit: bool) -> list[str]:
-    """Return the columns of decoded rows by which a guide finds embeddings, queries first.
-
-    ``explicit`` includes the explicit negatives. Raises ``DataError`` if the data have no ids.
-    """
-    roles = ["query_id", "document_id"]
-    if explicit and columns.negatives is not None:
-        roles.append("negative_ids")
-    for role in roles:
-        if getattr(columns, role) is None:
-            raise DataError(
-                f"negatives.guide finds embeddings by id, and the data have no {role}; "
-                f"name the column with --set data.columns.{role}=NAME"
-            )
-    return [f"{role}.id" for role in roles]
 
 
 def read_guide(settings: GuideConfig, tables: Sequence[pa.Table], names: Sequence[str]) -> GuideTables:
@@ -127,7 +106,7 @@ class _Needed:
 def _read_table(uri: str, role: str, needed: _Needed) -> EmbeddingTable:
     """Read the embeddings of the needed ids; raises ``DataError`` if one is missing or has two."""
     rows, is_found = np.empty((0, 0), np.float16), np.zeros(len(needed.ids), np.bool_)
-    for ids, found in _embeddings(uri, role):
+    for ids, found in read_embeddings(uri, role):
         if not rows.size:
             rows = np.zeros((len(needed.ids), found.shape[1]), np.float16)
         if found.shape[1] != rows.shape[1]:
@@ -153,55 +132,3 @@ def _read_table(uri: str, role: str, needed: _Needed) -> EmbeddingTable:
             f"sample_id {lacking[0]}; embed all rows, with their ids (--set data.columns.{role}=NAME)"
         )
     return EmbeddingTable(needed.ids, rows)
-
-
-def _embeddings(uri: str, role: str) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-    """Yield ids [n] and embeddings of unit length [n, dim] of a parquet file or a folder of them."""
-    root = existing(uri)
-    files = [root]
-    if root.is_folder():
-        files = [root / path for path, _ in root.files() if path.endswith(".parquet")]
-    for place in files:
-        with open_parquet(place) as file:
-            names = file.schema_arrow.names
-            for name in (role, REPRESENTATION):
-                if name not in names:
-                    raise DataError(
-                        f"{place} has no column {name!r}; it has {', '.join(names)}: write it by `raycl embed "
-                        f"--set data.columns.{role}=NAME`"
-                    )
-            for batch in file.iter_batches(_BATCH_ROWS, columns=[role, REPRESENTATION]):
-                ids = np.array([entity_id(value) for value in batch.column(role).to_pylist()], np.int64)
-                yield ids, _unit_rows(batch.column(REPRESENTATION), place)
-
-
-def _check_vectors(kind: Any, place: object) -> None:
-    """Raise ``DataError`` unless a column of this type holds lists of numbers."""
-    if not (is_list(kind) and is_number(kind.value_type)):
-        raise _no_vectors(kind, place)
-
-
-def _no_vectors(found: object, place: object) -> DataError:
-    return DataError(
-        f"{REPRESENTATION} must be lists of numbers, {place} holds {found}; write it by `raycl embed`"
-    )
-
-
-def _unit_rows(column: Any, place: object) -> NDArray[np.float32]:
-    """Return the vectors of a column of lists, of unit length; raises ``DataError`` if one has no direction."""
-    kind = column.type
-    _check_vectors(kind, place)
-    values = column.flatten()
-    if column.null_count or values.null_count:
-        raise _no_vectors(f"{kind} with nulls", place)
-    widths = {kind.list_size} if pa.types.is_fixed_size_list(kind) else {*list_lengths(column).tolist()}
-    if len(widths) > 1:
-        raise DataError(
-            f"the embeddings in {place} have {min(widths)} to {max(widths)} numbers; embed all with one model"
-        )
-    with np.errstate(over="ignore"):  # too large for float32 is not finite
-        rows = values.to_numpy(zero_copy_only=False).astype(np.float32).reshape(len(column), *widths)
-        norms = np.linalg.norm(rows, axis=1, keepdims=True)
-    if not (np.isfinite(norms) & (norms > 0)).all():
-        raise DataError(f"{place} has an embedding that is zero or not finite; embed its text again")
-    return rows / norms

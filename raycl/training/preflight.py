@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from raycl.config import RunConfig
 from raycl.config.conditions import why_inactive
 from raycl.config.overrides import config_from_yaml, config_to_yaml, differences
-from raycl.data.columns import ColumnNames
+from raycl.data.columns import ColumnNames, check_labels
+from raycl.data.embeddings import check_embeddings
 from raycl.data.mixed import batch_counts
 from raycl.data.sources import Source, find_source
 from raycl.errors import ConfigError, DataError
@@ -75,7 +76,10 @@ def validate_run(
             _check_repeated(data)
             check_data_sets(config, len(data))
             sources = sources or [find_source(each, column_names(config)) for each in data]
+            for source in sources:
+                check_pairs(config, source.columns)
             check_sizes(config, {source.uri: source.num_rows for source in sources})
+        check_guide(config)
         yield ValidatedRun(config=config, output=place, lease=lease, resumed=resume, sources=tuple(sources))
 
 
@@ -117,6 +121,39 @@ def check_data_sets(config: RunConfig, number: int) -> None:
             f"negatives.store {config.negatives.store} would keep rows of all {number} data sets, and the negatives "
             "of a batch come from one; give one data set, or set negatives.store=none"
         )
+
+
+def check_pairs(config: RunConfig, columns: ColumnNames) -> None:
+    """Raise ``DataError`` if pairs have labels and negatives or weights, or no ids for a guide."""
+    if config.data.kind != "pairs":
+        return
+    check_labels(columns)
+    if config.negatives.guide.query is not None:
+        id_columns(columns, explicit=config.negatives.explicit)
+
+
+def id_columns(columns: ColumnNames, *, explicit: bool) -> list[str]:
+    """Return the columns of decoded rows by which a guide finds embeddings, queries first.
+
+    ``explicit`` includes the explicit negatives. Raises ``DataError`` if the data have no ids.
+    """
+    roles = ["query_id", "document_id"]
+    if explicit and columns.negatives is not None:
+        roles.append("negative_ids")
+    for role in roles:
+        if getattr(columns, role) is None:
+            raise DataError(
+                f"negatives.guide finds embeddings by id, and the data have no {role}; "
+                f"name the column with --set data.columns.{role}=NAME"
+            )
+    return [f"{role}.id" for role in roles]
+
+
+def check_guide(config: RunConfig) -> None:
+    """Raise ``DataError`` unless the folders of a guide, if the run has one, hold ids and vectors."""
+    for side in ("query", "document"):
+        if (uri := getattr(config.negatives.guide, side)) is not None:
+            check_embeddings(uri, f"{side}_id")
 
 
 def check_sizes(config: RunConfig, rows: Mapping[str, int]) -> None:
