@@ -255,7 +255,7 @@ def raycl_loss(name: str, size: int, dim: int) -> Loss:
     case, ids = CASES[name], torch.arange(size)
     objective = build_objective(case, torch.tensor(TEMPERATURE), torch.tensor(BIAS))
     guide = None if case.guide is None else Guide.of(*make_views(size, dim), **case.guide)
-    batch, stored = ExampleIds(query=ids, key=ids, label=_labels(ids), guide=guide), StoreBatch()
+    batch, stored = ExampleIds(query=ids, key=ids, label=_labels(ids)), StoreBatch(guide=guide)
     slots = F.normalize(torch.randn(2, size, dim), dim=2)
     if case.own_slot or case.run.get("negatives.store") == "queue":
         key = slots[0] if case.own_slot else None

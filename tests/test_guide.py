@@ -24,7 +24,12 @@ from raycl.doctor.nodes import Node, NodeAnswer, NodeInfo
 from raycl.doctor.result import CheckResult
 from raycl.errors import ConfigError, DataError
 from raycl.losses import clip, info_nce
+from raycl.losses.clip import Clip
+from raycl.losses.example_ids import ExampleIds
 from raycl.losses.guide import Guide
+from raycl.losses.info_nce import InfoNce
+from raycl.losses.matryoshka import Matryoshka
+from raycl.losses.objective import Objective, StoreBatch
 from raycl.recipes import recipe
 from raycl.training.guide import read_guide
 from raycl.training.preflight import check_data_sets, id_columns
@@ -139,6 +144,23 @@ def test_a_candidate_as_near_as_the_positive_is_kept_in_half_precision_too() -> 
         assert info_nce(query, key, temperature=0.1, guide=guide).item() == pytest.approx(
             info_nce(query, key, temperature=0.1).item()
         )
+
+
+@pytest.mark.parametrize("objective", (InfoNce(temperature=0.1, in_batch=True), Clip(temperature=0.1)))
+def test_a_guide_is_gathered_once_for_all_prefixes(
+    objective: Objective, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathered: list[Any] = []
+    monkeypatch.setattr(Guide, "gathered", lambda self, counts: gathered.append(counts) or self)
+    numbers = torch.arange(BATCH)
+    guided = ExampleIds(query=numbers, key=numbers, guide=Guide.of(*guide_rows()[:2]))
+    prefixes = Matryoshka(objective=objective, dims=(2, 4, 6), weights=(1.0, 1.0, 1.0))
+    losses = [
+        prefixes(*make_views(BATCH, 6), StoreBatch().for_batch(ids, None), ids).item()
+        for ids in (guided, replace(guided, guide=None))
+    ]
+    assert len(gathered) == 1
+    assert losses[0] < 0.99 * losses[1]
 
 
 @pytest.mark.parametrize("loss", (info_nce, clip))

@@ -316,7 +316,7 @@ class Clip:
             if others and stored.negative_name is not None:
                 others["negative_log_frequency"] = self.log_frequency(stored.negative_name)
         shared: dict[str, Any] = {"temperature": self.temperature, "weight": ids.weight}
-        guide = ids.gathered_guide()
+        guide = stored.guide
         if exceeds_gather_limit(query, key):
             to_keys = ring_info_nce(
                 query, key, **own, **others, **shared, refines_logq=self.refines_logq, guide=guide

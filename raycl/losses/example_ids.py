@@ -74,10 +74,6 @@ class ExampleIds:
         place = torch.searchsorted(self.names, name.contiguous()).clamp(max=len(self.names) - 1)
         return torch.where(self.names[place] == name, self.name_ids[place], name)
 
-    def gathered_guide(self) -> Guide | None:
-        """Return the guide's embeddings of all workers' rows, if there is a guide; collective."""
-        return None if self.guide is None else self.guide.gathered(self.num_negatives)
-
     def on(self, device: torch.device) -> Self:
         """Return the ids on a device, in one transfer, and in another one the guide's rows."""
         fields = (

@@ -312,7 +312,7 @@ class InfoNce:
             "negatives": stored.negatives,
             "negative_id": stored.negative_id,
             "weight": ids.weight,
-            "guide": ids.gathered_guide(),
+            "guide": stored.guide,
         }
         key_id = ids.key if self.of_pairs else ids.query
         if self.in_batch and exceeds_gather_limit(key):

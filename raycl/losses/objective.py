@@ -10,6 +10,7 @@ from torch import Tensor
 from raycl.distributed import gather, gather_detached, gather_uneven, num_workers, rank
 from raycl.loss_specs import LOSSES, MIXED, LossSettings
 from raycl.losses.example_ids import ExampleIds
+from raycl.losses.guide import Guide
 
 
 @final
@@ -37,7 +38,7 @@ class StoreBatch:
     """The rows of a store for one step: own slots [local_batch, dim], negatives [n, dim] with ids [n].
 
     A store indexes rows by names. ``for_batch`` replaces them by the ids of the batch and keeps them in
-    ``negative_name`` [n].
+    ``negative_name`` [n], and adds the ``guide`` of all workers' rows, if the batch has one.
     """
 
     key: Tensor | None = None
@@ -45,9 +46,10 @@ class StoreBatch:
     negative_id: Tensor | None = None
     negative_name: Tensor | None = None
     partition: Partition | None = None
+    guide: Guide | None = None
 
     def for_batch(self, ids: ExampleIds, explicit: Tensor | None) -> "StoreBatch":
-        """Return a copy with the ids of the batch, and with the explicit negatives of all workers first.
+        """Return a copy with the ids of the batch, the explicit negatives of all workers first, and the guide of all rows.
 
         ``explicit`` are the embeddings [num_negatives, dim] of this worker's explicit negatives, if the batch has any;
         collective.
@@ -64,7 +66,8 @@ class StoreBatch:
                 negatives = torch.cat([rows, negatives.to(rows)])
                 name = torch.cat([explicit_name, name])
                 negative_id = torch.cat([ids.negative, negative_id])
-        return replace(self, negatives=negatives, negative_id=negative_id, negative_name=name)
+        guide = None if ids.guide is None else ids.guide.gathered(ids.num_negatives)
+        return replace(self, negatives=negatives, negative_id=negative_id, negative_name=name, guide=guide)
 
 
 class Objective(Protocol):
