@@ -32,6 +32,7 @@ from raycl.training.preflight import (
     check_data_sets,
     check_same_data,
     check_sizes,
+    check_streamed,
     describe_data,
     save_run_files,
     validate_run,
@@ -199,16 +200,8 @@ def _check_data(run: ValidatedRun, data: DataModule, described: dict[str, Any]) 
     """Raise ``ConfigError`` or ``DataError`` if the data do not match the configuration or the earlier run."""
     check_sizes(run.config, {each.name: each.num_rows for each in data.data_sets})
     check_same_data(run.output, described)
-    if data.streamed and any(stage.logq_correction != "none" for stage in run.config.stages):
-        raise ConfigError(
-            "logq_correction needs document counts, which are not available for streamed data; "
-            "set data.cache=materialize, or remove it"
-        )
-    if data.streamed and run.config.negatives.guide.query is not None:
-        raise ConfigError(
-            "negatives.guide needs the ids of all rows before training, which streamed data do not have; "
-            "set data.cache=materialize, or remove it"
-        )
+    if data.streamed:
+        check_streamed(run.config)
 
 
 def _read_data(run: ValidatedRun, data: DataModule, coordinator: Any, *, quiet: bool) -> Job:

@@ -69,6 +69,8 @@ def validate_run(
     if config.gpu and not config.autoscaling and are_missing(address):
         check_gpus(max(config.worker_range(stage)[0] for stage in config.stages), 0)
     check_trackers(config)
+    if config.data.cache == "stream":
+        check_streamed(config)
     place = Place(absolute(output))
     with writing(place) as lease:
         check_output(config, place, resume=resume)
@@ -96,6 +98,19 @@ def _check_repeated(data: Sequence[str]) -> None:
     if repeated := next((each for each in places if places.count(each) > 1), None):
         raise ConfigError(
             f"--data {repeated} is given twice; give it once, and raise its number in data.weights"
+        )
+
+
+def check_streamed(config: RunConfig) -> None:
+    """Raise ``ConfigError`` if a setting needs all rows before training, which streamed data do not have."""
+    needs = {
+        "logq_correction": any(stage.logq_correction != "none" for stage in config.stages),
+        "negatives.guide": config.negatives.guide.query is not None,
+    }
+    if names := [name for name, is_set in needs.items() if is_set]:
+        raise ConfigError(
+            f"{' and '.join(names)} needs the ids of all rows before training, which streamed data do not have; "
+            "set data.cache=materialize, or remove it"
         )
 
 
