@@ -49,7 +49,7 @@ class StoreBatch:
     guide: Guide | None = None
 
     def for_batch(self, ids: ExampleIds, explicit: Tensor | None) -> "StoreBatch":
-        """Return a copy with the ids of the batch, the explicit negatives of all workers first, and the guide of all rows.
+        """Return a copy with the ids of the batch, the explicit negatives of all workers, and the guide of all rows.
 
         ``explicit`` are the embeddings [num_negatives, dim] of this worker's explicit negatives, if the batch has any;
         collective.

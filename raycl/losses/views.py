@@ -176,8 +176,9 @@ def softmax_of_views(
 ) -> Tensor:
     """Return the mean of ``row_loss`` over all views [local_batch, dim] of this worker, which are checked.
 
-    The rows of a sample have its ``weight``, [local_batch]. Rows with equal ids, this worker's ``sample_id`` and those of ``everyone``, are not negatives. With a ring it is
-    collective, in the forward pass only: every worker must scale the loss equally.
+    The rows of a sample have its ``weight``, [local_batch]. Rows with equal ids, this worker's ``sample_id`` and
+    those of ``everyone``, are not negatives. With a ring it is collective, in the forward pass only: every worker
+    must scale the loss equally.
     """
     rows = working_precision(torch.cat(list(views)))
     temperature = checked_temperature(temperature, rows)

@@ -68,7 +68,7 @@ def build_store(
         staleness, barrier = config.bank.max_staleness, partial(wait_for_all, device)
         slots = MemoryBankClient(bank, sample_id, rank=rank(), max_staleness=staleness, barrier=barrier)
     if negatives.store == "partition":
-        return PartitionStore(BankStore(slots, num_negatives=0, device=device))
+        return BankStore(slots, num_negatives=0, device=device, holds_partitions=True)
     return BankStore(slots, num_negatives=negatives.num_negatives, device=device)
 
 
@@ -201,15 +201,21 @@ class QueueStore:
 
 @final
 class BankStore:
-    """A memory bank: the batch's own slots as keys, and random slots as negatives.
+    """A memory bank: the batch's own slots as keys or partition functions, and random slots as negatives.
 
     Every worker draws the same slots, and all queries of a step share them.
     """
 
     def __init__(
-        self, bank: MemoryBank | MemoryBankClient, *, num_negatives: int, device: torch.device
+        self,
+        bank: MemoryBank | MemoryBankClient,
+        *,
+        num_negatives: int,
+        device: torch.device,
+        holds_partitions: bool = False,
     ) -> None:
         self._bank, self._num_negatives, self._device = bank, num_negatives, device
+        self._holds_partitions = holds_partitions
         self._wait = _WaitMeter(bank if isinstance(bank, MemoryBankClient) else None)
         self._fetched_step: NDArray[np.int64] = np.empty(0, np.int64)
 
@@ -221,6 +227,8 @@ class BankStore:
         self._fetched_step = found.step
         rows, ids = upload([_tensor(found.rows), _tensor(found.sample_id)], self._device)
         own = len(views)
+        if self._holds_partitions:
+            return StoreBatch(partition=Partition(rows))
         return StoreBatch(key=rows[:own], negatives=rows[own:], negative_id=ids[own:])
 
     def initialize(self, rows: Tensor, sample_id: Tensor) -> None:
@@ -261,47 +269,6 @@ class BankStore:
     def _slots(self, ids: NDArray[np.int64], step: int) -> NDArray[np.int64]:
         drawn = self._bank.draw(self._num_negatives, step=step)
         return np.concatenate([self._bank.slots_of(ids), drawn])
-
-
-@final
-class PartitionStore:
-    """The partition functions of the batch's samples, kept in the slots of a memory bank.
-
-    A function of the last step may lack its newest estimate, as a slot of a memory bank.
-    """
-
-    def __init__(self, slots: BankStore) -> None:
-        self._slots = slots
-
-    def fetch(self, views: Views, *, step: int) -> StoreBatch:
-        """Return the stored logarithms of the samples, and prefetch those of the next step."""
-        stored = self._slots.fetch(views, step=step).key
-        assert stored is not None, "each sample has a slot"
-        return StoreBatch(partition=Partition(stored))
-
-    def start_download(self, rows: Tensor, views: Views) -> None:
-        """Start to copy the estimates of this batch to the host."""
-        self._slots.start_download(rows, views)
-
-    def update(self, *, step: int) -> None:
-        """Move the partition functions towards the estimates."""
-        self._slots.update(step=step)
-
-    def save(self, *, step: int) -> None:
-        """Write the actors' snapshot, with the updates of all workers."""
-        self._slots.save(step=step)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the partition functions, unless actors hold them."""
-        return self._slots.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the partition functions, unless actors held them."""
-        self._slots.load_state_dict(state)
-
-    def metrics(self, *, step: int, seconds: float) -> dict[str, float]:
-        """Return the ages of the fetched partition functions, waiting time and restarts."""
-        return self._slots.metrics(step=step, seconds=seconds)
 
 
 @final
