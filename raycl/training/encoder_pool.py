@@ -1,0 +1,351 @@
+"""A pool of actors that encode rows with the newest published weights, and grows and shrinks with the demand.
+
+The pool never ends a run: a request that no encoder answers returns None, and the caller encodes the rows itself.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol, final
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raycl.errors import first_line, last_line
+
+ANSWER_S = 300.0  # after which an encoder counts as lost; Ray notices dead nodes earlier
+_PATIENCE_S = 3 * ANSWER_S  # of a caller, if the pool itself does not answer
+_NUM_TRIES = 2  # encoders that a request is sent to
+_WAITING, _IDLE = (
+    0.05,
+    0.01,
+)  # fractions of the time that callers wait: the pool grows above, may shrink below
+_BUSY = 0.7  # of the time, the most that the encoders left after shrinking may work
+_MAX_DELAY_S = 60.0  # before an encoder is replaced, if the ones before failed too
+
+Weights = Mapping[str, NDArray[Any]]
+
+
+class RowEncoder(Protocol):
+    """An encoder as the actors of a pool hold it."""
+
+    def load(self, weights: Weights) -> None:
+        """Use these weights from now on."""
+        ...
+
+    @property
+    def encode(self) -> Callable[..., NDArray[np.float32]]:
+        """Return the embeddings of rows, the first argument; keyword arguments come from the request."""
+        ...
+
+
+class Encoded(NamedTuple):
+    """Embeddings, the step of the weights that made them, and the encoders of the pool at that time."""
+
+    embeddings: NDArray[np.float32]
+    step: int
+    num_encoders: int
+
+
+class EncoderActor:
+    """Encode rows, one request at a time."""
+
+    def __init__(self, build: Callable[[], RowEncoder]) -> None:
+        self._encoder, self._version = build(), -1
+
+    def ready(self) -> None:
+        """Answer once the encoder is built."""
+
+    def encode(
+        self, version: int, weights: Weights, rows: Any, how: Mapping[str, Any]
+    ) -> NDArray[np.float32]:
+        """Load these weights unless they are loaded, and encode the rows."""
+        if version != self._version:
+            self._encoder.load(weights)
+            self._version = version
+        return self._encoder.encode(rows, **how)
+
+
+class Launcher(Protocol):
+    """Starts and stops encoders."""
+
+    def start(self) -> Any:
+        """Return the handle of a new encoder."""
+        ...
+
+    def stop(self, encoder: Any) -> None:
+        """End an encoder."""
+        ...
+
+
+@final
+@dataclass(frozen=True)
+class ActorLauncher:
+    """Starts encoders as actors with these options of Ray."""
+
+    build: Callable[[], RowEncoder]
+    options: Mapping[str, Any]
+
+    def start(self) -> Any:
+        """Return the handle of a new actor, which may have to wait for its resources."""
+        return ray.remote(EncoderActor).options(**self.options).remote(self.build)
+
+    def stop(self, encoder: Any) -> None:
+        """Kill the actor."""
+        ray.kill(encoder)
+
+
+class _Published(NamedTuple):
+    version: int
+    step: int
+    weights: Any  # reference
+
+
+@final
+class PoolActor:
+    """Send each request to an idle encoder; start and stop encoders, ``least`` to ``most``.
+
+    Encoders exist only while there are weights. Their number is reconsidered every ``interval_s`` seconds: one more
+    if callers waited for their rows, one fewer if the others could do the work. A lost encoder is replaced.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        least: int,
+        most: int,
+        report: Callable[[str], object] = lambda _: None,
+        interval_s: float = 10.0,
+    ) -> None:
+        self._launcher, self._least, self._most, self._report = launcher, least, most, report
+        self._interval_s, self._target = interval_s, least
+        self._attempt = self._version = 0
+        self._published: _Published | None = None
+        self._starting: set[Any] = set()
+        self._ready: set[Any] = set()
+        self._idle: deque[Any] = deque()
+        self._changed = asyncio.Condition()
+        self._failures, self._not_before = 0, 0.0
+        self._tasks: set[asyncio.Task[None]] = set()  # asyncio holds no reference to a running task
+        self._reset_window()
+
+    async def release(self) -> None:
+        """Stop all encoders until weights are published again: a new group of workers takes its resources first."""
+        self._published, self._target = None, self._least
+        for encoder in [*self._starting, *self._ready]:
+            self._remove(encoder)
+        await self._notify()
+
+    async def begin(self) -> int:
+        """Begin a new attempt of the run, without weights; return its number."""
+        self._attempt += 1
+        self._published = None
+        return self._attempt
+
+    async def publish(self, attempt: int, step: int, weights: list[Any]) -> None:
+        """Use these weights, a list of one reference, unless a new attempt has begun."""
+        if attempt == self._attempt:
+            self._version += 1
+            self._published = _Published(self._version, step, weights[0])
+            self._resize()
+
+    async def num_encoders(self) -> int:
+        """Return the number of encoders that are ready."""
+        return len(self._ready)
+
+    async def encode(self, rows: list[Any], how: Mapping[str, Any], waited_s: float = 0.0) -> Encoded | None:
+        """Return the embeddings of rows, a list of one reference, or None if no encoder is there.
+
+        ``waited_s`` are the seconds that the caller waited for earlier requests.
+        """
+        self._waited_s += waited_s
+        self._resize()
+        for _ in range(_NUM_TRIES):
+            encoder = await self._idle_encoder()
+            if encoder is None or self._published is None:
+                self._num_missed += 1
+                return None
+            version, step, weights = self._published
+            began = time.monotonic()
+            try:
+                answer = encoder.encode.remote(version, weights, rows[0], how)
+                embeddings = await asyncio.wait_for(_result(answer), ANSWER_S)
+            except (RayError, TimeoutError) as error:
+                await self._lose(encoder, error)
+                continue
+            finally:
+                self._busy_s += time.monotonic() - began
+            self._failures = 0
+            if encoder in self._ready:
+                self._idle.append(encoder)
+                await self._notify()
+            return Encoded(embeddings, step, len(self._ready))
+        return None
+
+    async def _idle_encoder(self) -> Any:
+        """Wait for an idle encoder and take it; return None if there is none at all."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._idle or not self._ready or self._published is None)
+            return self._idle.popleft() if self._idle and self._published is not None else None
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _resize(self) -> None:
+        """Reconsider the number of encoders if it is time, and start or stop encoders."""
+        if self._published is None:
+            return
+        elapsed = time.monotonic() - self._since
+        if self._target == 0 and self._num_missed:
+            self._target = 1
+        elif elapsed > self._interval_s and not self._starting:
+            waited, busy = self._waited_s / elapsed, self._busy_s / elapsed
+            if waited > _WAITING:
+                self._target = min(self._most, self._target + 1)
+            elif waited < _IDLE and not self._num_missed and busy < _BUSY * (self._target - 1):
+                self._target = max(self._least, self._target - 1)
+            self._reset_window()
+        while self._idle and len(self._ready) > self._target:
+            self._remove(self._idle[-1])
+        while self._num_all < self._target and time.monotonic() >= self._not_before:
+            self._start()
+
+    def _reset_window(self) -> None:
+        self._since, self._waited_s, self._busy_s, self._num_missed = time.monotonic(), 0.0, 0.0, 0
+
+    @property
+    def _num_all(self) -> int:
+        return len(self._starting) + len(self._ready)
+
+    def _start(self) -> None:
+        encoder = self._launcher.start()
+        self._starting.add(encoder)
+        task = asyncio.get_running_loop().create_task(self._admit(encoder))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _admit(self, encoder: Any) -> None:
+        """Use an encoder once it is ready."""
+        try:
+            await _result(encoder.ready.remote())
+        except RayError as error:
+            await self._lose(encoder, error)
+        if encoder in self._starting:
+            self._starting.remove(encoder)
+            self._ready.add(encoder)
+            self._idle.append(encoder)
+            await self._notify()
+
+    async def _lose(self, encoder: Any, error: Exception) -> None:
+        """Remove an encoder that failed, unless it was removed, and replace it, after a delay if others failed before."""
+        if encoder not in self._starting | self._ready:
+            return
+        self._remove(encoder)
+        self._failures += 1
+        if self._failures > 1:
+            self._not_before = time.monotonic() + min(_MAX_DELAY_S, 2.0**self._failures)
+        cause = last_line(error) if isinstance(error, RayTaskError) else first_line(error)
+        self._report(f"an encoder of the pool failed ({cause}); {self._num_all} are left")
+        self._resize()
+        await self._notify()
+
+    def _remove(self, encoder: Any) -> None:
+        self._starting.discard(encoder)
+        self._ready.discard(encoder)
+        with contextlib.suppress(ValueError):
+            self._idle.remove(encoder)
+        self._launcher.stop(encoder)
+
+
+async def _result(answer: Awaitable[Any]) -> Any:
+    return await answer
+
+
+@final
+class Request:
+    """A request in flight."""
+
+    def __init__(self, rows: Any, answer: Any) -> None:
+        self._rows, self._answer = rows, answer  # the rows live as long as their reference
+        self.waited_s = 0.0
+
+    @cached_property
+    def encoded(self) -> Encoded | None:
+        """The answer, once it is there; None if no encoder gave one."""
+        began = time.monotonic()
+        try:
+            return ray.get(self._answer, timeout=_PATIENCE_S)
+        except (RayError, GetTimeoutError):
+            return None
+        finally:
+            self.waited_s = time.monotonic() - began
+            del self._rows, self._answer
+
+
+@final
+@dataclass(frozen=True)
+class EncoderPool:
+    """A handle of a pool, for the driver and its workers."""
+
+    actor: Any
+
+    def begin(self) -> int | None:
+        """Begin a new attempt of the run; return its number, None if the pool does not answer."""
+        with contextlib.suppress(RayError):
+            return ray.get(self.actor.begin.remote(), timeout=ANSWER_S)
+        return None
+
+    def publish(self, weights: Weights, *, step: int, attempt: int) -> ray.ObjectRef:
+        """Send weights as they are before this step; return a reference to the pool's answer."""
+        return self.actor.publish.remote(attempt, step, [ray.put(weights)])
+
+    def encode(self, rows: Any, *, waited_s: float = 0.0, **how: Any) -> Request:
+        """Send rows, with arguments of ``RowEncoder.encode``, without waiting for their embeddings."""
+        sent = ray.put(rows)
+        return Request(sent, self.actor.encode.remote([sent], how, waited_s))
+
+    def release(self) -> None:
+        """Stop all encoders until weights are published again."""
+        with contextlib.suppress(RayError):
+            ray.get(self.actor.release.remote(), timeout=ANSWER_S)
+
+
+@contextlib.contextmanager
+def start_pool(
+    build: Callable[[], RowEncoder],
+    *,
+    least: int,
+    most: int,
+    resources: Mapping[str, float],
+    labels: Mapping[str, str] | None = None,
+    report: Callable[[str], object] = lambda _: None,
+    interval_s: float = 10.0,
+) -> Iterator[EncoderPool]:
+    """Start a pool of ``least`` to ``most`` actors, each with these resources and on nodes with these labels.
+
+    ``build`` makes the encoder in its actor, and ``report`` is called in the pool's own process. The pool and its
+    actors end with the context, or with the driver.
+    """
+    options: dict[str, Any] = {
+        "num_cpus": resources.get("CPU", 0.0),
+        "num_gpus": resources.get("GPU", 0.0),
+        "resources": {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")},
+        "label_selector": dict(labels or {}),
+    }
+    # On the driver's node, as the coordinator.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    own: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": here}
+    launcher = ActorLauncher(build, options)
+    actor: Any = ray.remote(**own)(PoolActor).remote(launcher, least, most, report, interval_s)
+    try:
+        yield EncoderPool(actor)
+    finally:
+        ray.kill(actor)

@@ -1,0 +1,49 @@
+"""A pool of encoders in actors of Ray."""
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from raycl.training.encoder_pool import Weights, start_pool
+from tests.cluster.faults import kill_process, processes, wait_until
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+class Scaling:
+    """Multiplies rows by a weight, and adds the id of its process."""
+
+    def load(self, weights: Weights) -> None:
+        self.weight = weights["weight"]
+
+    def encode(self, rows: Any, *, seconds: float = 0.0) -> Any:
+        time.sleep(seconds)
+        return np.concatenate([rows * self.weight, np.full((len(rows), 1), os.getpid())], axis=1)
+
+
+def test_a_pool_loads_new_weights_replaces_a_killed_encoder_and_ends_with_its_context() -> None:
+    rows = np.arange(20_000.0)[:, None]
+    with start_pool(Scaling, least=2, most=2, resources={"CPU": 0.1}) as pool:
+        attempt = pool.begin()
+        assert attempt is not None
+        ray.get(pool.publish({"weight": np.array([3.0])}, step=4, attempt=attempt))
+        wait_until(lambda: ray.get(pool.actor.num_encoders.remote()) == 2)
+        first = pool.encode(rows).encoded
+        assert first is not None and first.step == 4
+        np.testing.assert_array_equal(first.embeddings[:, :1], 3 * rows)
+        ray.get(pool.publish({"weight": np.array([5.0])}, step=6, attempt=attempt))
+        requests = [pool.encode(rows, seconds=0.3) for _ in range(4)]
+        killed = kill_process("ray::EncoderActor.encode")
+        for request in requests:
+            assert request.encoded is not None
+            assert request.encoded.step == 6
+            np.testing.assert_array_equal(request.encoded.embeddings[:, :1], 5 * rows)
+            assert request.encoded.embeddings[0, 1] != killed
+        wait_until(lambda: ray.get(pool.actor.num_encoders.remote()) == 2)
+        pool.release()
+        assert pool.encode(rows).encoded is None
+    wait_until(lambda: not processes(("ray::EncoderActor", "ray::PoolActor")))

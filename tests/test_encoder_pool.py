@@ -1,0 +1,196 @@
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+from ray.exceptions import RayActorError
+
+from raycl.training.encoder_pool import Encoded, PoolActor
+
+
+class Method:
+    """A method of an actor: ``remote`` calls it."""
+
+    def __init__(self, method: Any) -> None:
+        self.remote = method
+
+
+class FakeEncoder:
+    """An encoder that answers once ``go`` is set, or dies."""
+
+    def __init__(self, number: int, go: asyncio.Event, *, dies: bool, fails_at_start: bool) -> None:
+        self.number, self.go, self.dies, self.fails_at_start = number, go, dies, fails_at_start
+        self.ready, self.encode = Method(self._ready), Method(self._encode)
+
+    async def _ready(self) -> None:
+        if self.fails_at_start:
+            raise RayActorError
+
+    async def _encode(self, version: int, weights: Any, rows: Any, how: Any) -> Any:
+        await self.go.wait()
+        if self.dies:
+            raise RayActorError
+        return np.array([[self.number, weights, rows]], np.float32)
+
+
+class FakeLauncher:
+    def __init__(self, *, dying: tuple[int, ...] = (), failing: tuple[int, ...] = ()) -> None:
+        self.go, self.dying, self.failing = asyncio.Event(), dying, failing
+        self.go.set()
+        self.num_started, self.running = 0, set[int]()
+
+    def start(self) -> FakeEncoder:
+        number = self.num_started
+        self.num_started += 1
+        self.running.add(number)
+        return FakeEncoder(number, self.go, dies=number in self.dying, fails_at_start=number in self.failing)
+
+    def stop(self, encoder: FakeEncoder) -> None:
+        self.running.discard(encoder.number)
+
+
+async def pool_of(launcher: FakeLauncher, least: int = 1, most: int = 1, **options: Any) -> PoolActor:
+    """Return a pool with weights 7 of step 3 whose first encoders are ready."""
+    pool = PoolActor(launcher, least, most, **options)
+    await pool.publish(await pool.begin(), 3, [7])
+    await asyncio.sleep(0)
+    return pool
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 10))
+
+
+def test_a_request_is_encoded_with_the_newest_weights_and_stamped_with_their_step() -> None:
+    async def check() -> None:
+        pool = PoolActor(FakeLauncher(), 1, 1)
+        attempt = await pool.begin()
+        await pool.publish(attempt, 3, [7])
+        await asyncio.sleep(0)
+        first = await pool.encode([10], {})
+        await pool.publish(attempt, 4, [8])
+        second = await pool.encode([11], {})
+        assert first and second
+        assert (first.step, first.embeddings.tolist()) == (3, [[0, 7, 10]])
+        assert (second.step, second.embeddings.tolist()) == (4, [[0, 8, 11]])
+
+    run(check())
+
+
+def test_a_pool_without_weights_or_encoders_answers_none_at_once() -> None:
+    async def check() -> None:
+        launcher = FakeLauncher()
+        assert await PoolActor(launcher, 1, 1).encode([10], {}) is None
+        assert launcher.num_started == 0
+        pool = PoolActor(FakeLauncher(), 1, 1)
+        await pool.publish(await pool.begin(), 3, [7])
+        assert await pool.encode([10], {}) is None  # the encoder still starts
+
+    run(check())
+
+
+def test_weights_of_an_earlier_attempt_are_ignored() -> None:
+    async def check() -> None:
+        pool = PoolActor(FakeLauncher(), 1, 1)
+        earlier = await pool.begin()
+        await pool.publish(await pool.begin(), 3, [7])
+        await pool.publish(earlier, 9, [6])
+        await asyncio.sleep(0)
+        found = await pool.encode([10], {})
+        assert found and found.step == 3
+
+    run(check())
+
+
+def test_more_requests_than_encoders_wait_and_are_answered_in_order() -> None:
+    async def check() -> None:
+        launcher = FakeLauncher()
+        launcher.go.clear()
+        pool = await pool_of(launcher, 2, 2)
+        requests = [asyncio.create_task(pool.encode([number], {})) for number in range(5)]
+        await asyncio.sleep(0.01)
+        launcher.go.set()
+        found = [each for each in await asyncio.gather(*requests) if each]
+        assert [each.embeddings[0, 2] for each in found] == [0, 1, 2, 3, 4]
+        assert {each.embeddings[0, 0] for each in found} == {0, 1}
+
+    run(check())
+
+
+def test_the_request_of_a_dead_encoder_goes_to_another_one_and_the_dead_one_is_replaced() -> None:
+    async def check() -> None:
+        launcher, reports = FakeLauncher(dying=(0,)), list[str]()
+        pool = await pool_of(launcher, 2, 2, report=reports.append)
+        found = await pool.encode([10], {})
+        assert found and found.embeddings[0, 0] == 1
+        await asyncio.sleep(0)
+        assert launcher.running == {1, 2}
+        assert await pool.num_encoders() == 2
+        assert len(reports) == 1
+
+    run(check())
+
+
+def test_waiting_requests_are_answered_none_once_the_last_encoder_dies() -> None:
+    async def check() -> None:
+        launcher = FakeLauncher(dying=(0, 1), failing=(2, 3))
+        launcher.go.clear()
+        pool = await pool_of(launcher, 2, 2)
+        requests = [asyncio.create_task(pool.encode([number], {})) for number in range(4)]
+        await asyncio.sleep(0.01)
+        launcher.go.set()
+        assert await asyncio.gather(*requests) == [None] * 4
+
+    run(check())
+
+
+def test_an_encoder_that_fails_again_and_again_is_replaced_after_a_delay() -> None:
+    async def check() -> None:
+        launcher = FakeLauncher(failing=tuple(range(100)))
+        pool = await pool_of(launcher)
+        for _ in range(20):
+            assert await pool.encode([10], {}) is None
+            await asyncio.sleep(0)
+        assert 1 < launcher.num_started < 5
+
+    run(check())
+
+
+@pytest.mark.parametrize(("least", "most"), [(1, 3), (0, 2)])
+def test_the_pool_grows_while_callers_wait_and_shrinks_while_they_do_not(least: int, most: int) -> None:
+    async def check() -> None:
+        launcher = FakeLauncher()
+        pool = await pool_of(launcher, least, most, interval_s=0.0)
+        sizes = []
+        for waited_s in [1.0] * 5 + [0.0] * 5:
+            await pool.encode([10], {}, waited_s)
+            await asyncio.sleep(0)
+            sizes.append(len(launcher.running))
+        assert sizes == sorted(sizes[:5]) + sorted(sizes[5:], reverse=True)
+        assert max(sizes) == most
+        assert sizes[-1] == max(1, least)
+
+    run(check())
+
+
+def test_a_released_pool_holds_no_encoder_until_weights_are_published() -> None:
+    async def check() -> None:
+        launcher = FakeLauncher()
+        launcher.go.clear()
+        pool = await pool_of(launcher, 2, 2)
+        waiting = [asyncio.create_task(pool.encode([number], {})) for number in range(3)]
+        await asyncio.sleep(0.01)
+        await pool.release()
+        assert not launcher.running
+        assert await waiting[2] is None
+        assert await pool.encode([10], {}) is None
+        assert not launcher.running
+        launcher.go.set()
+        await pool.publish(await pool.begin(), 5, [8])
+        await asyncio.sleep(0)
+        found = await pool.encode([10], {})
+        assert isinstance(found, Encoded)
+        assert found.step == 5
+
+    run(check())
