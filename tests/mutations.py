@@ -252,8 +252,8 @@ MUTATIONS = [
     Mutation(
         "a memory bank restores no rows in its actors",
         "raycl/negatives/actor.py",
-        "for rows in snapshot.read_parts(spec, shard, step) if has_rows else ():",
-        "for rows in ():",
+        "for saved in chain.steps:",
+        "for saved in ():",
         "tests/cluster/test_negatives.py",
     ),
     Mutation(
@@ -503,6 +503,27 @@ MUTATIONS = [
         "            if serial > self._applied.get(client, 0):\n",
         "            if True:\n",
         "tests/test_bank_faults.py tests/test_bank_actor.py",
+    ),
+    Mutation(
+        "a shard continues a snapshot that never became the current one",
+        "raycl/negatives/actor.py",
+        "before = self._chain if self._chain.steps[-1:] == (current,) else snapshot.Chain()",
+        "before = self._chain",
+        "tests/test_bank_faults.py",
+    ),
+    Mutation(
+        "an increment lacks the initialized rows",
+        "raycl/negatives/memory_bank.py",
+        "        self._is_unsaved[positions] = True\n        self._calls = []\n\n    def unsaved",
+        "        self._calls = []\n\n    def unsaved",
+        "tests/test_bank_faults.py",
+    ),
+    Mutation(
+        "pruning deletes the base of an increment",
+        "raycl/negatives/snapshot.py",
+        ".difference(*(_read_needs(spec, step) for step in kept))",
+        ".difference(kept)",
+        "tests/test_bank_actor.py tests/test_bank_faults.py",
     ),
     Mutation(
         "shards of an earlier queue are concatenated instead of interleaved",

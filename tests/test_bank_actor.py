@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raycl.errors import ConfigError, StorageError
-from raycl.negatives import KeyQueue, MemoryBank, stats
+from raycl.negatives import KeyQueue, MemoryBank, snapshot, stats
 from raycl.negatives.actor import BankActor, MemoryBankActor, QueueActor, Update
 from raycl.negatives.search import checked_query, merge
 from raycl.negatives.snapshot import (
@@ -21,14 +21,17 @@ from raycl.negatives.snapshot import (
     read_current,
     shape_metadata,
     shard_place,
+    snapshot_folder,
     snapshot_steps,
     write_current,
+    write_needs,
     write_rows,
     write_samples,
 )
 from raycl.negatives.spec import BankSpec
 from raycl.negatives.stats import RateMeter, sum_up
 from raycl.storage import Place
+from tests.bank_snapshots import rows_in_snapshot
 
 DIM = 4
 SETTINGS = settings(deadline=None, max_examples=60)
@@ -162,7 +165,7 @@ def test_a_snapshot_records_the_updates_it_contains(tmp_path: Path) -> None:
     (actor,) = actors_of(spec)
     update = Update("client", 1, IDS[:2], some_rows(2), 0)
     actor.push_pull(0, (update,), NO_SLOTS)
-    actor.save(4)
+    actor.save(4, 0)
     for attempt in (0, 1):
         write_current(spec, Current(4, attempt))
         (restarted,) = actors_of(spec)
@@ -170,10 +173,85 @@ def test_a_snapshot_records_the_updates_it_contains(tmp_path: Path) -> None:
         assert (contents(restarted) == contents(actor)) == (attempt == 0)
 
 
+def bytes_of(spec: BankSpec, step: int) -> int:
+    return sum(size for _, size in snapshot_folder(spec, step).files())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_an_increment_takes_the_bytes_of_the_rows_written_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Any
+) -> None:
+    monkeypatch.setattr(snapshot, "MAX_INCREMENTS", 4)
+    num_rows, footer, ids = 4_000, 5_000, np.arange(4_000)
+    spec = a_spec("memory_bank", tmp_path, capacity=num_rows, dim=32, dtype=dtype)
+    write_samples(spec, ids)
+    # Parquet marks where the row of each sample begins: about a bit for each of its 32 values.
+    actor, per_row = MemoryBankActor(spec), 32 * spec.row_dtype.itemsize + 32 // 8 + 16
+    # Half of the rows fit behind a base, in at most four increments; 0 stands for a base here.
+    sizes = [0, 7, 1_000, 7, 986, 0, 2_000, 0, 5, 5, 5, 5, 0]
+    for step, size in enumerate(sizes, start=1):
+        written = np.random.default_rng(step).choice(ids, size or 1, replace=False)
+        rows = np.random.default_rng(step).standard_normal((len(written), 32), np.float32)
+        for _ in range(2):  # a row written twice is saved once
+            actor.store.update(written, rows, step)
+        needed = actor.save(step, step - 1)
+        assert len(needed) == 1 if size == 0 else needed[-1] == step
+        expected = (size or num_rows) * per_row
+        assert expected <= bytes_of(spec, step) <= expected + footer
+        write_current(spec, Current(step, 0))
+        restarted = MemoryBankActor(spec)
+        for kept, found in zip(
+            actor.store.negatives().arrays(), restarted.store.negatives().arrays(), strict=True
+        ):
+            assert np.array_equal(kept, found)
+        if step % 3 == 0:
+            actor = restarted  # it continues the chain
+
+
+def test_a_snapshot_of_an_earlier_version_is_continued_by_increments(tmp_path: Path) -> None:
+    spec = a_spec("memory_bank", tmp_path)
+    (actor,) = actors_of(spec)
+    actor.store.update(IDS[:2], some_rows(2), 3)
+    metadata = {"step": "4", "attempt": "0", "sequence": "7", "applied": "{}"} | shape_metadata(spec, 0)
+    write_rows(shard_place(spec, 0, 4), actor.store.negatives(), metadata)
+    write_current(spec, Current(4, 0))
+    (restarted,) = actors_of(spec)
+    assert contents(restarted) == contents(actor)
+    restarted.store.update(IDS[:1], some_rows(1, seed=1), 5)
+    assert restarted.save(8, 4) == (4, 8)
+    write_current(spec, Current(8, 0))
+    assert contents(*actors_of(spec)) == contents(restarted)
+
+
+def test_an_increment_of_a_replaced_or_missing_snapshot_is_refused_in_one_line(tmp_path: Path) -> None:
+    spec = a_spec("memory_bank", tmp_path)
+    (actor,) = actors_of(spec)
+    for step, current in ((1, 0), (2, 1), (3, 2)):
+        actor.store.update(IDS[step : step + 1], some_rows(1, seed=step), step)
+        actor.save(step, current)
+    with pytest.raises(
+        ConfigError, match="cannot save step 2 again: its current snapshot, of step 3, continues"
+    ) as error:
+        actor.save(2, 3)
+    message_of(error)
+    actor.restore(1, 1)
+    actor.save(2, 1)  # as after a rollback
+    actor.restore(2, 2)
+    with pytest.raises(
+        StorageError, match="step-00000003 continues one of step 2 that was replaced; resume"
+    ) as error:
+        actor.restore(3, 3)
+    message_of(error)
+    snapshot_folder(spec, 1).remove()
+    with pytest.raises(StorageError, match="no complete snapshot .*step-00000001") as error:
+        actor.restore(2, 3)
+    message_of(error)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_pandas_reads_a_snapshot_and_an_export(tmp_path: Path, dtype: str) -> None:
     actor, queue = a_queue_actor(a_spec(output=tmp_path, dtype=dtype), 31)
-    actor.save(12)
+    actor.save(12, 0)
     assert actor.export(0, 100, str(tmp_path / "export")) == 12
     held = queue.negatives()
     for path in ("bank/step-00000012/shard-0-of-1.parquet", "export/shard-0-of-1-from-0000000000.parquet"):
@@ -187,14 +265,14 @@ def test_pandas_reads_a_snapshot_and_an_export(tmp_path: Path, dtype: str) -> No
 
 def test_failed_writes_leave_no_partial_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     actor, _ = a_queue_actor(a_spec(output=tmp_path), 7)
-    actor.save(1)
+    actor.save(1, 0)
 
     def broken(*_: Any) -> None:
         raise OSError("no space left on device\nreally")
 
     monkeypatch.setattr("raycl.negatives.snapshot._table", broken)
     with pytest.raises(StorageError, match="no space left on device; check") as error:
-        actor.save(2)
+        actor.save(2, 0)
     message_of(error)
     assert [path.name for path in (tmp_path / "bank").rglob("*.parquet")] == ["shard-0-of-1.parquet"]
     assert list((tmp_path / "bank/step-00000002").iterdir()) == []
@@ -214,7 +292,7 @@ def test_a_snapshot_with_another_shape_is_refused_in_one_line(
     tmp_path: Path, kind: str, changed: dict[str, Any], message: str
 ) -> None:
     for actor in actors_of(a_spec(kind, tmp_path, num_shards=3 if changed == {"num_shards": 1} else 1)):
-        actor.save(4)
+        actor.save(4, 0)
     other = actors_of(a_spec(kind, tmp_path, **changed))[0]
     before = contents(other)
     with pytest.raises(ConfigError, match=re.escape(message)) as error:
@@ -225,7 +303,7 @@ def test_a_snapshot_with_another_shape_is_refused_in_one_line(
 
 def test_a_snapshot_with_other_samples_is_refused(tmp_path: Path) -> None:
     spec = a_spec("memory_bank", tmp_path)
-    actors_of(spec)[0].save(4)
+    actors_of(spec)[0].save(4, 0)
     write_samples(spec, np.sort(IDS) + 1)
     with pytest.raises(ConfigError, match="the bank has no slot for the samples -5, 3, 10 and others"):
         MemoryBankActor(spec).restore(4, 1)
@@ -236,7 +314,7 @@ def test_a_missing_snapshot_is_refused_with_a_list_of_existing_steps(tmp_path: P
     with pytest.raises(StorageError, match="the steps that have one: none"):
         actor.restore(4, 1)
     for step in (8, 20):
-        actor.save(step)
+        actor.save(step, 0)
     with pytest.raises(
         StorageError, match="step-00000004 of the bank; the steps that have one: 8, 20;"
     ) as error:
@@ -247,7 +325,7 @@ def test_a_missing_snapshot_is_refused_with_a_list_of_existing_steps(tmp_path: P
 def test_a_damaged_snapshot_is_reported_in_one_line_until_it_is_repaired(tmp_path: Path) -> None:
     spec = a_spec(output=tmp_path)
     actor, queue = a_queue_actor(spec, 7)
-    actor.save(4)
+    actor.save(4, 0)
     path = tmp_path / "bank/step-00000004/shard-0-of-1.parquet"
     kept = path.read_bytes()
     path.write_bytes(b"torn")
@@ -267,7 +345,7 @@ def test_prune_keeps_the_given_steps_and_the_current_one(tmp_path: Path) -> None
     (actor,) = actors_of(spec)
     prune_snapshots(spec, [])
     for step in (1, 2, 3, 4):
-        actor.save(step)
+        actor.save(step, 0)
     write_current(spec, Current(2, 0))
     prune_snapshots(spec, [4, 99])
     assert snapshot_steps(spec) == [2, 4]
@@ -275,10 +353,44 @@ def test_prune_keeps_the_given_steps_and_the_current_one(tmp_path: Path) -> None
     assert len(MemoryBankActor(spec).find(IDS)) == len(IDS)  # the samples' ids stay
 
 
+def test_prune_keeps_the_increments_and_the_base_of_a_kept_step(tmp_path: Path) -> None:
+    spec = a_spec("memory_bank", tmp_path)
+    (actor,) = actors_of(spec)
+    saved: dict[int, Any] = {}
+    for step in range(1, 7):
+        actor.store.update(IDS[step % 2 :][:1], some_rows(1, seed=step), step)
+        write_needs(spec, step, actor.save(step, step - 1))
+        saved[step] = contents(actor)
+        held = rows_in_snapshot(Place(spec.output), step)
+        assert [held["sample_id"].tolist(), held["step"].tolist()] == contents(actor)[1:]
+    assert actor.save(7, 0) == (7,)
+    write_current(spec, Current(7, 0))
+    # Half of seven rows: increments of three behind a base, so the bases are 1 and 5.
+    for keep, left in (([3, 6], [1, 2, 3, 5, 6, 7]), ([3], [1, 2, 3, 7]), ([], [7])):
+        prune_snapshots(spec, keep)
+        assert snapshot_steps(spec) == left
+        for step in keep:
+            actor.restore(step, 0)
+            assert contents(actor) == saved[step]
+    (snapshot_folder(spec, 7) / "needs.json").write_text("{")
+    with pytest.raises(StorageError, match="needs.json does not list the steps") as error:
+        prune_snapshots(spec, [])
+    message_of(error)
+
+
 def test_snapshots_are_restored_from_s3(s3_server: str) -> None:
+    slots = a_spec("memory_bank", "s3://raycl-test/slots-actor")
+    (shard,) = actors_of(slots)
+    for step in (1, 2):
+        shard.store.update(IDS[step : step + 1], some_rows(1, seed=step), step)
+        write_needs(slots, step, shard.save(step, step - 1))
+    write_current(slots, Current(2, 0))
+    prune_snapshots(slots, [])
+    assert snapshot_steps(slots) == [1, 2]
+    assert contents(*actors_of(slots)) == contents(shard)
     spec = a_spec(output="s3://raycl-test/bank-actor")
     actor, queue = a_queue_actor(spec, 31)
-    actor.save(4)
+    actor.save(4, 0)
     write_current(spec, Current(4, 0))
     assert state_of(QueueActor(spec)) == state_of(queue)
     prune_snapshots(spec, [])

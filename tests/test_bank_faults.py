@@ -1,5 +1,6 @@
 """Bank clients with lost calls and crashed actors, without Ray: no update is lost or applied twice."""
 
+import contextlib
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
-from raycl.errors import ConfigError, RayclError, RunError
+from raycl.errors import ConfigError, RayclError, RunError, StorageError
 from raycl.negatives import KeyQueue, MemoryBank, Negatives, rpc
 from raycl.negatives.actor import BankActor, MemoryBankActor, QueueActor
 from raycl.negatives.bank import Bank
@@ -21,6 +22,8 @@ from raycl.negatives.memory_bank import normalized
 from raycl.negatives.rpc import ShardConnection
 from raycl.negatives.snapshot import read_current, write_samples
 from raycl.negatives.spec import BankSpec
+from raycl.negatives.store import concatenate
+from raycl.storage import Place
 
 DIM = 3
 SETTINGS = settings(deadline=None, max_examples=150)
@@ -93,11 +96,13 @@ def fake_get(answer: Any, timeout: float) -> Any:
 
 @pytest.fixture(autouse=True, scope="module")
 def without_ray() -> Iterator[None]:
-    """Connect to the actors in this process without sleeping; snapshots have several row groups."""
+    """Connect to the actors in this process without sleeping; snapshots have several row groups and increments."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rpc, "ray", SimpleNamespace(get=fake_get))
         patch.setattr(rpc, "time", Clock())
         patch.setattr("raycl.negatives.snapshot.ROWS_PER_GROUP", 5)
+        patch.setattr("raycl.negatives.snapshot.INCREMENT_SHARE", 1.5)
+        patch.setattr("raycl.negatives.snapshot.MAX_INCREMENTS", 3)
         yield
 
 
@@ -230,14 +235,16 @@ class Deaths:
         self.bank.load_part(self.saved[read_current(actor.spec).step, actor.shard])
 
 
-@SETTINGS
+@settings(SETTINGS, max_examples=60)
 @given(
     st.integers(1, 3),
     st.sampled_from(["float32", "float16"]),
-    st.lists(st.integers(1, 7) | st.sampled_from(["save", "restore"]), max_size=12),
+    st.lists(
+        st.integers(1, 7) | st.sampled_from(["save", "save", "restore", "initialize", "prune"]), max_size=14
+    ),
     faults,
 )
-def test_a_restored_memory_bank_applies_each_later_update_once(
+def test_a_memory_bank_restored_from_increments_has_the_rows_of_a_full_copy_and_applies_each_update_once(
     tmp_path_factory: pytest.TempPathFactory,
     num_shards: int,
     dtype: Any,
@@ -255,12 +262,79 @@ def test_a_restored_memory_bank_applies_each_later_update_once(
             steps = sorted({saved for saved, _ in deaths.saved})
             cluster.bank.restore(steps[step % len(steps)])
             client = MemoryBankClient(cluster.bank, IDS, max_staleness=0)
+        elif action == "prune":
+            kept = {0, *sorted({saved for saved, _ in deaths.saved})[step % 2 :: 2], read_current(spec).step}
+            cluster.bank.prune(sorted(kept))
+            deaths.saved = {key: rows for key, rows in deaths.saved.items() if key[0] in kept}
+        elif action == "initialize":
+            rows = a_batch(3, step)[0]
+            client.initialize(IDS[2:5], rows)
+            bank.initialize(IDS[2:5], as_sent(rows, spec))
         else:
             rows, choice = a_batch(action, step)
             client.update(IDS[choice % 7], rows, step)
             bank.update(IDS[choice % 7], as_sent(rows, spec), step)
     cluster.heal()
     assert all_rows(cluster, client) == rows_of(bank.negatives())
+    for saved in {step for step, _ in deaths.saved}:
+        cluster.bank.restore(saved)
+        parts = [deaths.saved[saved, shard] for shard in range(num_shards)]
+        assert rows_of(cluster.bank.negatives()) == rows_of(concatenate(parts))
+
+
+class FailingStorage:
+    """Count the moments of writing files, and fail at one of them: before, during or after a file."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, fails_at: int) -> None:
+        self.create, self.moments, self.fails_at = Place.create, 0, fails_at
+        patch.setattr(Place, "create", lambda place: self.write(place))
+
+    @contextlib.contextmanager
+    def write(self, place: Place) -> Iterator[Any]:
+        self.pass_moment()
+        with self.create(place) as stream:
+            yield stream
+            self.pass_moment()
+        self.pass_moment()
+
+    def pass_moment(self) -> None:
+        self.moments += 1
+        if self.moments == self.fails_at:
+            raise StorageError("the disk is gone")
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_snapshot_that_fails_at_any_moment_leaves_the_previous_one_and_the_next_one_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    def kill_all(cluster: Cluster) -> None:
+        for actor in cluster.actors:
+            actor.die()
+
+    # Files of two shards, needs.json and current.json: the last moment is after the snapshot is current.
+    num_moments = 3 * 4
+    for fails_at in range(1, num_moments + 2):
+        cluster = Cluster(a_spec("memory_bank", tmp_path / str(fails_at), num_shards=2))
+        client, seen = MemoryBankClient(cluster.bank, IDS, max_staleness=0), {}
+        for step in (1, 2, 3):
+            client.update(IDS[step : step + 2], a_batch(2, step)[0], step)
+            seen[step] = all_rows(cluster, client)
+            if step < 3:
+                client.save(step)
+        with monkeypatch.context() as patch:
+            FailingStorage(patch, fails_at)
+            with pytest.raises(StorageError) if fails_at <= num_moments else contextlib.nullcontext():
+                client.save(3)
+        if dies:
+            kill_all(cluster)
+            assert all_rows(cluster, client) == seen[3 if fails_at >= num_moments else 2]
+        cluster.bank.prune([])
+        client.update(IDS[:2], a_batch(2, 4)[0], 4)
+        expected = all_rows(cluster, client)
+        client.save(4)
+        cluster.bank.prune([])
+        kill_all(cluster)
+        assert all_rows(cluster, client) == expected
 
 
 @SETTINGS

@@ -318,7 +318,7 @@ def test_a_run_cannot_load_untrusted_code_or_a_checkpoint_outside_its_folder(
 
 def saved_queue(output: Path) -> BankSpec:
     plan = BankSpec(name="bank", kind="queue", dim=4, capacity=8, output=str(output))
-    QueueActor(plan).save(3)
+    QueueActor(plan).save(3, 0)
     return plan
 
 

@@ -106,13 +106,13 @@ class BankActor(ABC, Generic[Store]):
         return ShardInfo(self._attempt, os.getpid(), len(self.store), puts.total, reads.total, *rates)
 
     @_remote
-    def save(self, step: int) -> None:
-        """Write the snapshot of a step, atomically; raises ``StorageError``."""
-        facts = {"step": step, "attempt": self._attempt} | self._facts()
-        metadata = snapshot.shape_metadata(self._spec, self._shard)
-        metadata |= {name: str(fact) for name, fact in facts.items()}
-        place = snapshot.shard_place(self._spec, self._shard, step)
-        snapshot.write_rows(place, self.store.negatives(), metadata)
+    def save(self, step: int, current: int) -> tuple[int, ...]:
+        """Write the snapshot of a step, atomically; return the steps whose files it needs.
+
+        An increment continues the snapshot of the step ``current``, which must be the bank's current one. Raises
+        ``StorageError``.
+        """
+        return self._save(step, current)
 
     @_remote
     def restore(self, step: int, attempt: int) -> None:
@@ -165,8 +165,15 @@ class BankActor(ABC, Generic[Store]):
         """Restore the snapshot of a step, or the initial state at step 0."""
 
     @abstractmethod
-    def _facts(self) -> dict[str, object]:
-        """Return the metadata of a snapshot that this kind of store needs."""
+    def _save(self, step: int, current: int) -> tuple[int, ...]:
+        """Write the snapshot of a step, as ``save`` does."""
+
+    def _write(self, step: int, facts: dict[str, str], chosen: np.ndarray | None = None) -> None:
+        """Write all rows of the store, or the ``chosen`` ones, for the snapshot of a step."""
+        facts = {"step": str(step), "attempt": str(self._attempt)} | facts
+        metadata = snapshot.shape_metadata(self._spec, self._shard) | facts
+        place = snapshot.shard_place(self._spec, self._shard, step)
+        snapshot.write_rows(place, self.store.negatives(), metadata, chosen=chosen)
 
     def _check_attempt(self, attempt: int) -> None:
         if attempt != self._attempt:
@@ -211,6 +218,10 @@ class QueueActor(BankActor[KeyQueue]):
         self._reads.count(len(self.store))
         return self.store.state_dict()
 
+    def _save(self, step: int, current: int) -> tuple[int, ...]:
+        self._write(step, {"sequence": str(self.store.sequence)})
+        return (step,)
+
     def _load(self, step: int) -> None:
         spec = self._spec
         queue = KeyQueue(spec.capacity, spec.dim, spec.row_dtype)
@@ -218,15 +229,13 @@ class QueueActor(BankActor[KeyQueue]):
             queue.load_state_dict(snapshot.read_queue(spec, step))
         self._store = queue
 
-    def _facts(self) -> dict[str, object]:
-        return {"sequence": self.store.sequence}
-
 
 @final
 class MemoryBankActor(BankActor[MemoryBank]):
     """Hold a contiguous range of a memory bank's slots."""
 
     _applied: dict[str, int]  # client -> serial of its last update
+    _chain: snapshot.Chain  # of the snapshot saved or restored last
 
     @_remote
     def push_pull(self, attempt: int, updates: tuple[Update, ...], slots: np.ndarray) -> Pulled:
@@ -255,11 +264,23 @@ class MemoryBankActor(BankActor[MemoryBank]):
         self._reads.count(len(rows))
         return rows
 
+    def _save(self, step: int, current: int) -> tuple[int, ...]:
+        store, unsaved = self.store, self.store.unsaved()
+        # If this shard saved or restored another one since, its files may be deleted.
+        before = self._chain if self._chain.steps[-1:] == (current,) else snapshot.Chain()
+        chain = before.extended(step, num_unsaved=len(unsaved), num_rows=len(store))
+        facts = {"sequence": str(len(store)), "applied": json.dumps(self._applied)}
+        chosen = unsaved if len(chain.steps) > 1 else None
+        self._write(step, facts | chain.metadata(before), chosen)
+        self._chain = chain
+        store.mark_saved()
+        return chain.steps
+
     def _load(self, step: int) -> None:
         spec, shard = self._spec, self._shard
         # There is a snapshot of step 0 if the slots were initialized.
         has_rows = step > 0 or snapshot.shard_place(spec, shard, 0).exists()
-        metadata = snapshot.read_metadata(spec, shard, step) if has_rows else {}
+        metadata, chain = snapshot.read_chain(spec, shard, step) if has_rows else ({}, snapshot.Chain())
         # A client whose update is in the snapshot, but was never answered, sends it again.
         is_of_attempt = has_rows and int(metadata["attempt"]) == self._attempt
         self._applied = json.loads(metadata["applied"]) if is_of_attempt else {}
@@ -274,9 +295,8 @@ class MemoryBankActor(BankActor[MemoryBank]):
             num_slots=spec.capacity,
             kind=spec.kind,
         )
-        for rows in snapshot.read_parts(spec, shard, step) if has_rows else ():
-            store.load_part(rows)
-        self._store = store
-
-    def _facts(self) -> dict[str, object]:
-        return {"sequence": len(self.store), "applied": json.dumps(self._applied)}
+        for saved in chain.steps:
+            for rows in snapshot.read_parts(spec, shard, saved):
+                store.load_part(rows)
+        store.mark_saved()
+        self._store, self._chain = store, chain

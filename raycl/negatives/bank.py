@@ -13,7 +13,14 @@ from raycl.negatives.actor import BankActor, MemoryBankActor, QueueActor
 from raycl.negatives.queue import KeyQueue
 from raycl.negatives.rpc import ShardConnection, actor_facts, ask_all
 from raycl.negatives.search import Neighbors, checked_query, merge
-from raycl.negatives.snapshot import ROWS_PER_GROUP, Current, prune_snapshots, read_current, write_current
+from raycl.negatives.snapshot import (
+    ROWS_PER_GROUP,
+    Current,
+    prune_snapshots,
+    read_current,
+    write_current,
+    write_needs,
+)
 from raycl.negatives.spec import BankSpec
 from raycl.negatives.stats import BankStats, ShardStats, sum_up
 from raycl.negatives.store import Negatives, checked_ids, concatenate, named
@@ -52,10 +59,14 @@ class Bank:
     def save(self, step: int) -> None:
         """Write a snapshot of all shards; from now on a shard that restarts restores it.
 
+        A shard of a memory bank writes the rows written since the last snapshot, and from time to time all rows.
+
         Writes in flight may or may not be in it: let every client ``flush`` before, and none write
         until it is done. The clients' own ``save`` does so.
         """
-        ask_all(self.connections(for_storage=True), BankActor.save, step)
+        current = read_current(self.spec).step
+        needed = ask_all(self.connections(for_storage=True), BankActor.save, step, current)
+        write_needs(self.spec, step, set[int]().union(*needed))
         write_current(self.spec, replace(read_current(self.spec), step=step))
 
     def restore(self, step: int) -> None:
@@ -75,7 +86,10 @@ class Bank:
             raise
 
     def prune(self, keep_steps: list[int]) -> None:
-        """Delete the snapshots of all other steps, but never the latest saved or restored."""
+        """Delete the snapshots of all other steps, but never the latest saved or restored.
+
+        The files of earlier steps that a kept snapshot needs stay too.
+        """
         prune_snapshots(self.spec, keep_steps)
 
     def stop(self) -> None:

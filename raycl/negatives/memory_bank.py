@@ -69,6 +69,7 @@ class MemoryBank:
         self._seed, self._momentum, self._average = seed, momentum, _AVERAGES[kind]
         self._rows = empty_rows(len(sample_id), dim, dtype)
         self._step = np.full(len(sample_id), -1)
+        self._is_unsaved = np.ones(len(sample_id), bool)
         self._calls: list[_Call] = []  # of the latest step
         self._latest_step: int | None = None
         self._average.initialize(self._rows, first_slot, seed)
@@ -78,7 +79,7 @@ class MemoryBank:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of rows, ids and steps, in bytes; the calls of one step come on top."""
+        """Memory of rows, ids and steps, in bytes; the calls of one step and a byte for each row come on top."""
         return self._rows.nbytes + self._samples.sample_id.nbytes + self._step.nbytes
 
     def slots_of(self, sample_id: np.ndarray) -> np.ndarray:
@@ -122,7 +123,7 @@ class MemoryBank:
         before = np.take(self._rows, distinct, axis=0)
         self._calls.append(_Call(positions, units, distinct, before))
         self._rows[distinct] = self._average.move(before, means, self._momentum)
-        self._step[distinct] = step
+        self._step[distinct], self._is_unsaved[distinct] = step, True
 
     def initialize(self, sample_id: np.ndarray, rows: np.ndarray) -> None:
         """Initialize the slots of the samples [n] with rows [n, dim]; rows are normalized.
@@ -135,7 +136,16 @@ class MemoryBank:
         has_direction = _lengths(rows)[:, 0] > _MIN_LENGTH
         positions, rows = positions[has_direction], rows[has_direction]
         self._rows[positions], self._step[positions] = normalized(rows), -1
+        self._is_unsaved[positions] = True
         self._calls = []
+
+    def unsaved(self) -> np.ndarray:
+        """Return the positions of the rows written since ``mark_saved``, of all rows before it, int64 [n], in order."""
+        return np.flatnonzero(self._is_unsaved)
+
+    def mark_saved(self) -> None:
+        """Note that a snapshot has all rows."""
+        self._is_unsaved[:] = False
 
     def state_dict(self) -> State:
         """Return rows, ids and steps.
@@ -154,7 +164,7 @@ class MemoryBank:
                 f"the state is of other samples, such as {named(strangers)}; "
                 "load it into a bank made with the ids of the same data"
             )
-        self._rows[:], self._step[:] = kept.rows, kept.step
+        self._rows[:], self._step[:], self._is_unsaved[:] = kept.rows, kept.step, True
         self._calls = []
 
     def load_part(self, part: Negatives) -> None:
@@ -167,6 +177,7 @@ class MemoryBank:
         rows[is_new] = -np.inf
         positions = self._samples.positions_of(ids)
         self._rows[positions], self._step[positions] = rows, part.step
+        self._is_unsaved[positions] = True
         self._calls = []
 
     def _with_earlier(self, positions: np.ndarray, units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -3,12 +3,17 @@
 The folder ``<output>/bank`` has a folder ``step-XXXXXXXX`` for each snapshot, and ``current.json``,
 which names the current snapshot. It is written when all shards have saved theirs, and again when a
 run restores an earlier one.
+
+A shard of a memory bank writes an increment, the rows written since the current snapshot, or a base, all rows.
+Its rows are those of a base and of the increments after it: a ``Chain`` of files. The snapshot's ``needs.json``
+lists the steps in the chains of all shards, which pruning must keep.
 """
 
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import final
 
@@ -24,6 +29,9 @@ from raycl.storage import Place, check_plain, is_unreachable
 
 # Rows are written and read in groups of this many, so that a snapshot takes little memory.
 ROWS_PER_GROUP = 65_536
+
+# The increments after a base have at most this share of a shard's rows, and this many files.
+INCREMENT_SHARE, MAX_INCREMENTS = 0.5, 256
 
 _STEP = re.compile(r"step-[0-9]{8,}")
 _SHARD_FILE = re.compile(r"shard-0-of-([0-9]+)\.parquet")
@@ -60,6 +68,40 @@ class Current:
     attempt: int = 0
 
 
+@final
+@dataclass(frozen=True)
+class Chain:
+    """The files of one shard's snapshot: the base and its increments."""
+
+    steps: tuple[int, ...] = ()  # of the files, the base first; empty before the first snapshot
+    id: str = ""  # of the last file: a file that replaces it has another
+    num_rows: int = 0  # of the increments
+
+    def extended(self, step: int, *, num_unsaved: int, num_rows: int) -> "Chain":
+        """Return the chain of the next snapshot of a shard of ``num_rows``; a base if the increments would be too many.
+
+        Raises ``ConfigError`` for a step whose file the chain needs.
+        """
+        if step in self.steps[:-1]:
+            raise ConfigError(
+                f"the bank cannot save step {step} again: its current snapshot, of step {self.steps[-1]}, continues "
+                "that one; save a later step, or restore an earlier one first"
+            )
+        new, increments = uuid.uuid4().hex, self.num_rows + num_unsaved
+        is_short = len(self.steps) <= MAX_INCREMENTS and increments <= INCREMENT_SHARE * num_rows
+        # A snapshot that is saved again replaces its own file.
+        if step in self.steps or not self.steps or not is_short:
+            return Chain((step,), new)
+        return Chain((*self.steps, step), new, increments)
+
+    def metadata(self, before: "Chain") -> dict[str, str]:
+        """Return the metadata of the last file, given the chain before it."""
+        own = {"id": self.id, "increment_rows": str(self.num_rows)}
+        if len(self.steps) == 1:
+            return own
+        return own | {"after_step": str(before.steps[-1]), "after_id": before.id}
+
+
 def read_current(spec: BankSpec) -> Current:
     """Return the current snapshot; raises ``StorageError``."""
     place = spec.place / "current.json"
@@ -91,9 +133,26 @@ def snapshot_steps(spec: BankSpec) -> list[int]:
 
 
 def prune_snapshots(spec: BankSpec, keep_steps: list[int]) -> None:
-    """Delete the snapshots of all other steps, but never the current one."""
-    for step in set(snapshot_steps(spec)) - {*keep_steps, read_current(spec).step}:
+    """Delete the snapshots of all other steps, but never the current one, nor those that the kept ones need."""
+    kept = {*keep_steps, read_current(spec).step}
+    for step in set(snapshot_steps(spec)).difference(*(_read_needs(spec, step) for step in kept)):
         snapshot_folder(spec, step).remove()
+
+
+def write_needs(spec: BankSpec, step: int, steps: Iterable[int]) -> None:
+    """Write the steps whose files the snapshot of a step needs; raises ``StorageError``."""
+    (snapshot_folder(spec, step) / "needs.json").write_text(json.dumps(sorted(steps)) + "\n")
+
+
+def _read_needs(spec: BankSpec, step: int) -> set[int]:
+    """Return the steps whose files the snapshot of a step needs; raises ``StorageError``."""
+    place = snapshot_folder(spec, step) / "needs.json"
+    if not place.exists():  # a snapshot of raycl 0.1.0
+        return {step}
+    try:
+        return {step, *map(int, json.loads(place.read_text()))}
+    except (ValueError, TypeError, RecursionError):
+        raise StorageError(f"{place} does not list the steps of snapshots; restore it from a copy") from None
 
 
 def shape_metadata(spec: BankSpec, shard: int) -> dict[str, str]:
@@ -104,8 +163,10 @@ def shape_metadata(spec: BankSpec, shard: int) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()}
 
 
-def write_rows(place: Place, rows: Negatives, metadata: Mapping[str, str]) -> None:
-    """Write rows as a parquet file, atomically; raises ``StorageError``.
+def write_rows(
+    place: Place, rows: Negatives, metadata: Mapping[str, str], *, chosen: np.ndarray | None = None
+) -> None:
+    """Write rows, or those at the ``chosen`` positions [n], as a parquet file, atomically; raises ``StorageError``.
 
     Columns: ``sample_id`` and ``step``, int64, and ``embedding``, a list of dim float32 or float16.
     """
@@ -118,8 +179,9 @@ def write_rows(place: Place, rows: Negatives, metadata: Mapping[str, str]) -> No
         place.create() as sink,
         pq.ParquetWriter(sink, schema, compression="none", use_dictionary=False) as writer,
     ):
-        for start in range(0, len(rows), ROWS_PER_GROUP):
-            writer.write_table(_table(rows[start : start + ROWS_PER_GROUP], schema))
+        for start in range(0, len(rows if chosen is None else chosen), ROWS_PER_GROUP):
+            group = slice(start, start + ROWS_PER_GROUP)
+            writer.write_table(_table(rows[group if chosen is None else chosen[group]], schema))
 
 
 def read_metadata(spec: BankSpec, shard: int, step: int) -> dict[str, str]:
@@ -142,8 +204,28 @@ def read_metadata(spec: BankSpec, shard: int, step: int) -> dict[str, str]:
     return found
 
 
+def read_chain(spec: BankSpec, shard: int, step: int) -> tuple[dict[str, str], Chain]:
+    """Return the metadata of a shard's snapshot and its chain.
+
+    Raises what ``read_metadata`` raises, and ``StorageError`` for an increment whose chain is broken.
+    """
+    found = newest = read_metadata(spec, shard, step)
+    steps = [step]
+    while "after_step" in found:
+        after, after_id = int(found["after_step"]), found["after_id"]
+        found = read_metadata(spec, shard, after)
+        if after in steps or found.get("id", "") != after_id:
+            raise StorageError(
+                f"the snapshot {snapshot_folder(spec, step)} continues one of step {after} that was replaced; "
+                "resume from a checkpoint of another step"
+            )
+        steps.append(after)
+    num_rows = int(newest.get("increment_rows", 0))
+    return newest, Chain(tuple(reversed(steps)), newest.get("id", ""), num_rows)
+
+
 def read_parts(spec: BankSpec, shard: int, step: int) -> Iterator[Negatives]:
-    """Yield the rows of a shard's snapshot, in the order of slots; raises ``StorageError``."""
+    """Yield the rows of the file of a shard and step, in the order of slots; raises ``StorageError``."""
     with _open(shard_place(spec, shard, step)) as file:
         for group in range(file.num_row_groups):
             table = file.read_row_group(group).combine_chunks()

@@ -1,6 +1,5 @@
 """The kill matrix: runs of every method survive every fault without a change to their results."""
 
-import io
 import json
 import os
 import signal
@@ -12,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import ray
 import safetensors.torch
@@ -24,6 +21,7 @@ from raycl.config import RunConfig
 from raycl.records import CHECKPOINT_LIST, CHECKPOINTS, read_metrics, read_result
 from raycl.storage import Place
 from raycl.training.checkpoint import saved_steps
+from tests.bank_snapshots import rows_in_snapshot
 from tests.cluster.faults import Node, extra_node, kill_process, wait_until
 from tests.faulty_s3 import FaultyS3
 from tests.images import write_digits
@@ -324,11 +322,5 @@ def weights_of(output: Place) -> dict[str, torch.Tensor]:
 
 def rows_held(output: Place, step: int) -> list[tuple[int, int]]:
     """Return the step and the sample of each row in a snapshot of the bank."""
-    folder = output / "bank" / f"step-{step:08d}"
-    tables = [
-        pq.read_table(io.BytesIO((folder / path).read_bytes()))
-        for path, _ in folder.files()
-        if path.endswith(".parquet")
-    ]
-    held = [np.stack([table[name].to_numpy() for name in ("step", "sample_id")], 1) for table in tables]
-    return sorted(map(tuple, np.concatenate(held).tolist()))
+    held = rows_in_snapshot(output, step)
+    return sorted(zip(held["step"].tolist(), held["sample_id"].tolist(), strict=True))

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -22,6 +21,7 @@ from raycl.negatives.start import start_bank
 from raycl.records import read_metrics
 from raycl.storage import Place
 from raycl.training.launch import RunResult
+from tests.bank_snapshots import rows_in_snapshot
 from tests.cluster.test_run import BATCH_SIZE, NUM_IMAGES, NUM_INVALID, small_run, weights_of
 from tests.images import write_digits
 
@@ -67,13 +67,10 @@ def assert_equal_runs(first: Path, second: Path) -> None:
 
 
 def snapshot_of(output: Path, step: int, num_shards: int = 1) -> dict[str, np.ndarray]:
-    """Return the rows of a snapshot in file order."""
+    """Return the rows of a snapshot in the order of slots."""
     folder = output / "bank" / f"step-{step:08d}"
-    tables = [pq.read_table(path) for path in sorted(folder.glob("shard-*.parquet"))]
-    assert len(tables) == num_shards
-    return {
-        name: np.concatenate([table[name].to_numpy() for table in tables]) for name in ("sample_id", "step")
-    }
+    assert len(list(folder.glob("shard-*.parquet"))) == num_shards
+    return rows_in_snapshot(Place(str(output)), step)
 
 
 @pytest.fixture(scope="module")
