@@ -20,6 +20,7 @@ from raycl.negatives.bank import Bank
 from raycl.negatives.client import MemoryBankClient, QueueClient
 from raycl.negatives.memory_bank import normalized
 from raycl.negatives.rpc import ShardConnection
+from raycl.negatives.search import checked_query, nearest
 from raycl.negatives.snapshot import read_current, write_samples
 from raycl.negatives.spec import BankSpec
 from raycl.negatives.store import concatenate
@@ -216,7 +217,7 @@ class Deaths:
     """The expected memory bank with crashing shards: each restarts from its part of a snapshot."""
 
     def __init__(self, cluster: Cluster, bank: MemoryBank) -> None:
-        self.bank = bank
+        self.bank, self.num_deaths = bank, 0
         self.saved = {(0, actor.shard): self.part(actor) for actor in cluster.actors}
         for actor in cluster.actors:
             actor.on_call, actor.on_death = self.note, self.go_back
@@ -232,6 +233,7 @@ class Deaths:
             self.bank.load_part(self.saved[arguments[0], actor.shard])
 
     def go_back(self, actor: FakeActor) -> None:
+        self.num_deaths += 1
         self.bank.load_part(self.saved[read_current(actor.spec).step, actor.shard])
 
 
@@ -280,6 +282,37 @@ def test_a_memory_bank_restored_from_increments_has_the_rows_of_a_full_copy_and_
         cluster.bank.restore(saved)
         parts = [deaths.saved[saved, shard] for shard in range(num_shards)]
         assert rows_of(cluster.bank.negatives()) == rows_of(concatenate(parts))
+
+
+def test_every_question_is_answered_and_right_while_shards_die_20_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = {"Address": {"NodeID": "a node", "IPAddress": "127.0.0.1"}, "NumRestarts": 0}
+    monkeypatch.setattr("raycl.negatives.bank.actor_facts", lambda actor: facts)
+    cluster = Cluster(a_spec("memory_bank", tmp_path, num_shards=3))
+    bank, random = MemoryBank(IDS, DIM, seed=0), np.random.default_rng(0)
+    deaths, client = Deaths(cluster, bank), MemoryBankClient(cluster.bank, IDS, max_staleness=0)
+    step = 0
+    while deaths.num_deaths < 20:
+        cluster.heal()
+        step += 1
+        rows, choice = a_batch(3, step)
+        client.update(IDS[choice % 7], rows, step)
+        bank.update(IDS[choice % 7], rows, step)
+        if step % 3 == 0:
+            client.save(step)
+        cluster.fates = iter(random.choice(FAULTS, 40).tolist())
+        found, query = cluster.bank.get(IDS), a_batch(1, -step % 99)[0]
+        assert [found.rows.tolist(), found.step.tolist()] == rows_of(bank.get(IDS))[::2]
+        assert found.newest_step == bank.negatives().step.max()
+        (near,) = cluster.bank.nearest(query, k=4)
+        (expected,) = nearest(bank.negatives(), checked_query(query, 4, dim=DIM), 4, without=None)
+        assert near.sample_id.tolist() == expected.sample_id.tolist()
+        assert near.step.tolist() == expected.step.tolist()
+        assert near.newest_step == expected.newest_step
+        stats = cluster.bank.stats()
+        written = bank.negatives().step[bank.negatives().step >= 0]
+        assert (stats.filled, stats.newest_step) == (len(written), max(written, default=None))
 
 
 class FailingStorage:

@@ -67,7 +67,10 @@ def stats(**changes: Any) -> BankStats:
 
 
 NEIGHBORS = Neighbors(
-    sample_id=np.array([7, 123_456]), similarity=np.array([0.5, 0.25], np.float32), step=np.array([3, 1_000])
+    sample_id=np.array([7, 123_456]),
+    similarity=np.array([0.5, 0.25], np.float32),
+    step=np.array([3, 1_000]),
+    newest_step=1_234,
 )
 SCORES = EvaluationResult(
     {"measure": "retrieval", "recall_at_10": 0.5, "num_test": 12_345, "baseline": {"tfidf": {"mrr": 0.25}}, "examples": [{"query": EVIL}] * 3}

@@ -17,10 +17,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     from raycl.negatives.bank import Bank
-    from raycl.negatives.search import Neighbors
+    from raycl.negatives.search import Neighbors, SampleRows
     from raycl.negatives.spec import BankSpec
     from raycl.negatives.stats import BankStats
-    from raycl.negatives.store import Negatives
 
 bank = typer.Typer(
     help="Query the banks of running jobs.",
@@ -136,8 +135,10 @@ def get(
     if as_json:
         parts = zip(found.sample_id.tolist(), found.step.tolist(), found.rows.tolist(), strict=True)
         rows = [dict(zip(("sample_id", "step", "embedding"), part, strict=True)) for part in parts]
-        return _print_json({"bank": name, "rows": rows, "missing": missing})
+        shown = {"bank": name, "newest_step": found.newest_step, "rows": rows, "missing": missing}
+        return _print_json(shown)
     _print_rows(found)
+    print(f"newest step: {found.newest_step}")
     if missing:
         print(f"missing: {', '.join(map(str, missing))}")
     return None
@@ -217,9 +218,11 @@ def _print_found(name: str, query: dict[str, Any], found: "Neighbors", *, as_jso
     if as_json:
         parts = zip(found.sample_id.tolist(), found.similarity.tolist(), found.step.tolist(), strict=True)
         rows = [dict(zip(("sample_id", "similarity", "step"), part, strict=True)) for part in parts]
-        return _print_json({"bank": name, "query": query, "neighbors": rows})
+        shown = {"bank": name, "query": query, "newest_step": found.newest_step, "neighbors": rows}
+        return _print_json(shown)
     table = found.to_table()
-    return print(text_table(table.columns, table.rows))
+    print(text_table(table.columns, table.rows))
+    return print(f"newest step: {found.newest_step}")
 
 
 def _print_specs(specs: "Mapping[str, BankSpec | None]") -> None:
@@ -247,7 +250,7 @@ def _print_stats(stats: "BankStats") -> None:
         print(text_table(("age in steps", "rows", ""), ages))
 
 
-def _print_rows(found: "Negatives") -> None:
+def _print_rows(found: "SampleRows") -> None:
     """Print one line per row: sample, step, norm and the first values."""
     import numpy as np
 

@@ -12,7 +12,7 @@ from raycl.errors import ConfigError, RunError, first_line
 from raycl.negatives.actor import BankActor, MemoryBankActor, QueueActor
 from raycl.negatives.queue import KeyQueue
 from raycl.negatives.rpc import ShardConnection, actor_facts, ask_all
-from raycl.negatives.search import Neighbors, checked_query, merge
+from raycl.negatives.search import Neighbors, SampleRows, checked_query, merge
 from raycl.negatives.snapshot import (
     ROWS_PER_GROUP,
     Current,
@@ -110,7 +110,7 @@ class Bank:
         queue.load_state_dict(self.connections()[0].ask(QueueActor.state_dict))
         return queue
 
-    def get(self, sample_id: np.ndarray) -> Negatives:
+    def get(self, sample_id: np.ndarray) -> SampleRows:
         """Return the rows of these samples, int64 [n].
 
         A queue returns all their rows, in the order of slots. A memory bank returns one row each, in
@@ -118,17 +118,18 @@ class Bank:
         other samples.
         """
         ids = checked_ids(sample_id)
-        found = concatenate(ask_all(self.connections(), BankActor.find, ids))
-        if self.spec.kind == "queue":
-            return found
-        unknown = ~np.isin(ids, found.sample_id)
-        if unknown.any():
-            raise ConfigError(
-                f"the bank {self.spec.name!r} has no slot for the samples {named(ids[unknown])}: it holds "
-                f"{self.spec.capacity} others; ask for ids of its training data"
-            )
-        # Shards are ranges of the sorted samples, so the rows found are sorted as well.
-        return found[np.searchsorted(found.sample_id, ids)]
+        parts, newest = zip(*ask_all(self.connections(), BankActor.find, ids), strict=True)
+        found = concatenate(list(parts))
+        if self.spec.kind != "queue":
+            unknown = ~np.isin(ids, found.sample_id)
+            if unknown.any():
+                raise ConfigError(
+                    f"the bank {self.spec.name!r} has no slot for the samples {named(ids[unknown])}: it holds "
+                    f"{self.spec.capacity} others; ask for ids of its training data"
+                )
+            # Shards are ranges of the sorted samples, so the rows found are sorted as well.
+            found = found[np.searchsorted(found.sample_id, ids)]
+        return SampleRows(**vars(found), newest_step=max(newest))
 
     def nearest(self, query: np.ndarray, k: int = 10) -> list[Neighbors]:
         """Return for each query, [dim] or [n, dim], the k written rows of the highest cosine: exact.
@@ -223,10 +224,12 @@ def connect_bank(name: str, address: str | None = None) -> Bank:
         those = f"the banks here are {', '.join(map(repr, names))}" if names else "no bank is here"
         raise ConfigError(f"there is no bank {name!r}: {those}; check the name and the cluster's address")
     try:
-        actor: Any = ray.get_actor(f"{name}/0", NAMESPACE)
-        spec: Any = ray.get(actor.spec.remote(), timeout=_CONNECT_TIMEOUT_S)
+        first = ShardConnection(
+            ray.get_actor(f"{name}/0", NAMESPACE), f"{name}/0", timeout_s=_CONNECT_TIMEOUT_S
+        )
+        spec = first.ask(BankActor.spec)
         actors = [ray.get_actor(spec.actor_name(shard), NAMESPACE) for shard in range(spec.num_shards)]
-    except (exceptions.RayError, ValueError) as error:
+    except (exceptions.RayError, RunError, ValueError) as error:
         raise RunError(
             f"the bank {name!r} does not answer: {first_line(error)}; try again when it has started"
         ) from error

@@ -16,12 +16,14 @@ from raycl.negatives.store import Negatives
 class Neighbors(Displayable):
     """The rows nearest to one query, nearest first: k of them, or all rows if there are fewer.
 
-    ``sample_id`` and ``step`` are int64 [k], ``similarity`` is the cosine, float32 [k].
+    ``sample_id`` and ``step`` are int64 [k], ``similarity`` is the cosine, float32 [k]. ``newest_step`` is that of
+    the whole bank when it answered, so a row is ``newest_step - step`` steps old; -1 if no row was ever written.
     """
 
     sample_id: np.ndarray
     similarity: np.ndarray
     step: np.ndarray
+    newest_step: int
 
     def __len__(self) -> int:
         return len(self.sample_id)
@@ -35,8 +37,31 @@ class Neighbors(Displayable):
             map(str, self.step.tolist()),
             strict=True,
         )
-        columns = ("sample_id", "similarity", "step")
-        return Table(title=f"{len(self)} nearest rows", columns=columns, rows=list(rows))
+        columns, facts = ("sample_id", "similarity", "step"), {"newest step": str(self.newest_step)}
+        return Table(title=f"{len(self)} nearest rows", facts=facts, columns=columns, rows=list(rows))
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SampleRows:
+    """The rows of some samples.
+
+    ``rows`` is [n, dim], float32 or float16; ``sample_id`` and ``step`` are int64 [n]. ``newest_step`` is that of the
+    whole bank when it answered; -1 if no row was ever written.
+    """
+
+    rows: np.ndarray
+    sample_id: np.ndarray
+    step: np.ndarray
+    newest_step: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def newest_step(rows: Negatives) -> int:
+    """Return the newest step of these rows; -1 if none was ever written."""
+    return int(rows.step.max(initial=-1))
 
 
 def written(rows: Negatives) -> Negatives:
@@ -74,20 +99,26 @@ def nearest(rows: Negatives, queries: np.ndarray, k: int, *, without: int | None
     similarities = queries @ units.T  # [num_queries, num_rows]
     if without is not None:
         similarities[:, candidates.sample_id == without] = -np.inf
-    return [_best(candidates, row, k) for row in similarities]
+    newest = newest_step(rows)
+    return [_best(candidates, row, k, newest) for row in similarities]
 
 
 def merge(parts: Sequence[Neighbors], k: int) -> Neighbors:
     """Return the k nearest of several answers to one query; among equals the newest first, then by id."""
+    newest = max(part.newest_step for part in parts)
     names = ("sample_id", "similarity", "step")
     sample_id, similarity, step = (np.concatenate([getattr(part, name) for part in parts]) for name in names)
     order = np.lexsort((sample_id, -step, -similarity))[:k]
-    return Neighbors(sample_id=sample_id[order], similarity=similarity[order], step=step[order])
+    return Neighbors(
+        sample_id=sample_id[order], similarity=similarity[order], step=step[order], newest_step=newest
+    )
 
 
-def _best(rows: Negatives, similarity: np.ndarray, k: int) -> Neighbors:
+def _best(rows: Negatives, similarity: np.ndarray, k: int, newest: int) -> Neighbors:
     # All rows that tie with the last one, so that the order of rows decides nothing.
     threshold = np.partition(similarity, -k)[-k] if k < len(similarity) else -np.inf
     near = np.flatnonzero((similarity >= threshold) & (similarity > -np.inf))
-    found = Neighbors(sample_id=rows.sample_id[near], similarity=similarity[near], step=rows.step[near])
+    found = Neighbors(
+        sample_id=rows.sample_id[near], similarity=similarity[near], step=rows.step[near], newest_step=newest
+    )
     return merge([found], k)

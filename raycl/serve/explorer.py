@@ -77,13 +77,6 @@ class ReconnectingBank:
                 raise RunError(str(self._last))
             return self._last
 
-    def newest_step(self) -> int:
-        """Return the newest step of the last statistics, however old; 0 if the bank was unreachable."""
-        if self._measured_at == -np.inf:
-            return self.stats().newest_step or 0
-        last = self._last  # another thread may replace it
-        return 0 if isinstance(last, RunError) else last.newest_step or 0
-
 
 @final
 class QueryEncoder:
@@ -154,13 +147,13 @@ class Explorer:
         if not len(found):
             raise UnknownSampleError(f"the bank holds no row of sample {sample_id} now; give another id")
         self.num_answered += 1
-        newest = max(self.bank.newest_step(), int(found.step.max()))
+        newest = found.newest_step
         by_step = sorted(zip(found.step.tolist(), _norms(found.rows), strict=True), reverse=True)
         rows = [
             schemas.Row(step=step if step >= 0 else None, age=newest - step if step >= 0 else None, norm=norm)
             for step, norm in by_step
         ]
-        return schemas.Rows(sample_id=str(sample_id), rows=rows)
+        return schemas.Rows(sample_id=str(sample_id), newest_step=_or_none(newest), rows=rows)
 
     def sample(self, sample_id: SampleId) -> schemas.Sample:
         """Return a sample as a person sees it: a thumbnail, texts, its label."""
@@ -181,8 +174,6 @@ class Explorer:
 
     def _neighbors(self, found: Neighbors, checkpoint: str | None = None) -> schemas.Neighbors:
         self.num_answered += 1
-        # A row may have been written after the last statistics.
-        newest = max(self.bank.newest_step(), int(found.step.max(initial=0)))
         held = self.bank.ask(lambda bank: bank.get(np.unique(found.sample_id)))
         names = zip(held.sample_id.tolist(), held.step.tolist(), strict=True)
         norms = dict(zip(names, _norms(held.rows), strict=True))
@@ -192,12 +183,14 @@ class Explorer:
                 sample_id=str(sample_id),
                 similarity=similarity,
                 step=step,
-                age=newest - step,
+                age=found.newest_step - step,
                 norm=norms.get((sample_id, step)),
             )
             for sample_id, similarity, step in zip(*columns, strict=True)
         ]
-        return schemas.Neighbors(neighbors=neighbors, checkpoint=checkpoint)
+        return schemas.Neighbors(
+            newest_step=_or_none(found.newest_step), neighbors=neighbors, checkpoint=checkpoint
+        )
 
     def _ask_of_sample(self, question: Callable[[Bank], Answer]) -> Answer:
         """Ask a question in which only the sample's id can be wrong."""
@@ -205,6 +198,10 @@ class Explorer:
             return self.bank.ask(question)
         except ConfigError as error:
             raise UnknownSampleError(str(error)) from error
+
+
+def _or_none(newest_step: int) -> int | None:
+    return newest_step if newest_step >= 0 else None
 
 
 def _norms(rows: np.ndarray) -> list[float]:

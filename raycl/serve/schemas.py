@@ -11,6 +11,9 @@ QueryKind = Literal["id", "image", "text"]
 # A string, since JavaScript numbers are exact up to 2**53 only.
 SampleId = Annotated[str, Field(description="Id of a sample, a 64-bit integer.", examples=["4711"])]
 Age = Annotated[int, Field(description="The newest step that wrote to the bank, minus the row's own.")]
+NewestStep = Annotated[
+    int | None, Field(description="The newest step that wrote to the bank; null if none did.")
+]
 
 
 class Shard(BaseModel):
@@ -60,6 +63,7 @@ class Neighbor(BaseModel):
 class Neighbors(BaseModel):
     """The rows of highest cosine, nearest first; and the checkpoint that encoded an image or a text."""
 
+    newest_step: NewestStep
     neighbors: list[Neighbor]
     checkpoint: str | None = None
 
@@ -76,6 +80,7 @@ class Rows(BaseModel):
     """The current rows of a sample, newest first."""
 
     sample_id: SampleId
+    newest_step: NewestStep
     rows: list[Row]
 
 

@@ -20,6 +20,7 @@ from raycl.errors import ConfigError, RayclError, RunError
 from raycl.negatives import KeyQueue, MemoryBank, Negatives
 from raycl.negatives.bank import Bank, connect_bank, list_banks
 from raycl.negatives.client import MemoryBankClient, QueueClient
+from raycl.negatives.search import SampleRows
 from raycl.negatives.spec import BankSpec
 from raycl.negatives.start import nodes_for_a_bank, start_bank
 from tests.cluster.faults import alive, extra_node, wait_until
@@ -80,8 +81,8 @@ def write(store: Any, size: int, step: int) -> None:
         store.update(ids, rows, step)
 
 
-def plain(negatives: Negatives) -> list[Any]:
-    return [array.tolist() for array in negatives.arrays()]
+def plain(found: Negatives | SampleRows) -> list[Any]:
+    return [array.tolist() for array in (found.rows, found.sample_id, found.step)]
 
 
 def rows_of(bank: Bank, client: Any) -> list[Any]:
@@ -119,6 +120,7 @@ def test_a_client_has_the_same_rows_as_a_local_store(banks: dict[str, Bank], kin
             assert np.array_equal(client.slots_of(asked), store.slots_of(asked))
             assert plain(client.read(slots)) == plain(store.read(slots))
         assert plain(bank.get(asked)) == plain(store.get(asked))
+        assert bank.get(asked).newest_step == store.negatives().step.max()
         assert plain(bank.negatives()) == plain(store.negatives())
     assert sum(bank.spec.bytes_of(shard) for shard in range(bank.spec.num_shards)) == store.num_bytes
 
@@ -285,6 +287,7 @@ def test_queries_are_answered_exactly(
         best = np.argsort(-similarities)[:4]
         assert found.sample_id.tolist() == seen.sample_id[written][best].tolist()
         assert found.step.tolist() == seen.step[written][best].tolist()
+        assert found.newest_step == 2
         np.testing.assert_allclose(found.similarity, similarities[best], atol=1e-6)
     assert len(bank.nearest(queries[0], k=500)[0]) == len(written)
 
@@ -322,7 +325,8 @@ def test_queries_are_answered_exactly(
 def test_empty_banks_answer(banks: dict[str, Bank], kind: str) -> None:
     bank = banks[kind]
     bank.restore(0)
-    assert len(bank.nearest(np.ones(DIM))[0]) == 0
+    (nothing,) = bank.nearest(np.ones(DIM))
+    assert (len(nothing), nothing.newest_step) == (0, -1)
     assert (bank.stats().filled, bank.stats().age_max) == (0, None)
     with pytest.raises(ConfigError, match=rf"holds no row of sample {IDS[0]} now"):
         bank.nearest_of(int(IDS[0]))

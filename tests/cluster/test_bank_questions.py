@@ -136,7 +136,7 @@ def test_nearest_to_a_sample_equal_numpy_and_exclude_the_sample(slots: Bank) -> 
         float(rows.rows[best][0] @ rows.rows[own]), abs=1e-5
     )
     assert shown["neighbors"][0]["step"] == rows.step[best][0]
-    assert shown["query"] == {"id": sample_id}
+    assert (shown["query"], shown["newest_step"]) == ({"id": sample_id}, 4)
 
 
 def test_nearest_to_a_vector_equal_numpy_for_npy_and_json(slots: Bank, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_rows_are_exact_and_missing_samples_are_named(keys: Bank) -> None:
     assert [each["sample_id"] for each in shown["rows"]] == found.sample_id.tolist() == [5, 8, 5]
     assert [each["step"] for each in shown["rows"]] == [1, 1, 2]
     np.testing.assert_array_equal(np.array([each["embedding"] for each in shown["rows"]]), found.rows)
-    assert shown["missing"] == [77]
+    assert (shown["missing"], shown["newest_step"]) == ([77], 2)
 
 
 def test_an_export_contains_the_written_rows(slots: Bank, tmp_path: Path) -> None:
@@ -184,7 +184,8 @@ def test_each_fact_is_a_line_without_json(bank_command, slots: Bank) -> None:
     assert out.splitlines()[0].split() == ["sample_id", "step", "norm", "embedding"]
     written = slots.negatives().sample_id[slots.negatives().step >= 0]
     _, out, _ = bank_command("nearest", "slots", "--id", written[0], "-k", 3)
-    assert len(out.splitlines()) == 4
+    assert len(out.splitlines()) == 5
+    assert out.splitlines()[-1] == "newest step: 4"
 
 
 @pytest.mark.parametrize(

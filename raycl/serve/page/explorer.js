@@ -233,7 +233,8 @@ async function ask() {
     tellQuery(what, answer);
     const found = bySample(answer.neighbors).slice(0, what.wanted);
     tellNeighbors(found);
-    find("results-state").textContent = `${found.length} nearest to ${what.title.slice(0, 80)}`;
+    const newest = answer.newest_step === null ? "" : `; newest step ${count.format(answer.newest_step)}`;
+    find("results-state").textContent = `${found.length} nearest to ${what.title.slice(0, 80)}${newest}`;
   } catch (error) {
     if (mine !== asked) return;
     find("neighbors").replaceChildren();
@@ -313,6 +314,7 @@ function tellNeighbors(neighbors) {
     facts.append(
       fact("cosine", neighbor.similarity.toFixed(4)),
       bar(neighbor.similarity),
+      fact("step", count.format(neighbor.step)),
       fact("age", steps(neighbor.age)),
       fact("norm", neighbor.norm === null ? "replaced" : neighbor.norm.toFixed(3)),
     );
