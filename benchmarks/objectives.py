@@ -260,7 +260,7 @@ def raycl_loss(name: str, size: int, dim: int) -> Loss:
     if case.own_slot or case.run.get("negatives.store") == "queue":
         key = slots[0] if case.own_slot else None
         stored = StoreBatch(key=key, negatives=slots[1], negative_id=size + ids)
-    logs = stored_partitions(size)[:, None].float().log() if case.partition else None
+    logs = stored_partitions(size, case.partition).float().log() if case.partition else None
 
     def compute(query: Tensor, key: Tensor) -> Tensor:
         # A new partition: each call appends its estimates.

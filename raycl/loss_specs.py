@@ -22,7 +22,7 @@ class LossSpec:
         explicit_negatives: whether it uses negatives given with the queries.
         guided: whether it masks the negatives that a guide finds nearer than the positive.
         needs_batch: whether the other rows of the batch must be negatives.
-        partition: whether it requires the partition function of each sample.
+        partition: whether it requires the partition function of each sample, or of each side of a pair.
         labels: whether it requires labels.
         all_views: whether it compares all views of a sample at once, instead of pairs of them.
         row_weights: whether each row has a loss, which ``data.columns.weight`` weights.
@@ -163,7 +163,9 @@ LOSSES: dict[str, LossSpec] = {
     ),
     "dcl": LossSpec(objective="raycl.losses.dcl:Dcl", needs_batch=True, row_weights=True),
     "dclw": LossSpec(objective="raycl.losses.dcl:Dclw", needs_batch=True, row_weights=True),
-    "gcl": LossSpec(objective="raycl.losses.gcl:Gcl", needs_batch=True, partition=True, row_weights=True),
+    "gcl": LossSpec(
+        objective="raycl.losses.gcl:Gcl", pairs=True, needs_batch=True, partition=True, row_weights=True
+    ),
     "supcon": LossSpec(
         objective="raycl.losses.supcon:SupCon", needs_batch=True, labels=True, row_weights=True
     ),

@@ -131,6 +131,36 @@ def plain_gcl(
     return loss, torch.stack(means).view(2, -1).mean(0)
 
 
+def plain_gcl_of_pairs(
+    query: Tensor,
+    key: Tensor,
+    temperature: Tensor,
+    *,
+    stored: Tensor,
+    momentum: float,
+    num_samples: int,
+    ids: tuple[Tensor, Tensor],
+    weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute the loss as in FastCLIP's algorithm 1, given u of each side [batch, 2] (0: none), and the batch's own u."""
+    batch, logits = len(query), query @ key.T / temperature
+    positives = logits.diagonal()
+    allowed = ~are_known(*ids, pairs=ids) & ~torch.eye(batch, dtype=torch.bool)
+    losses, means = [], []
+    for side, (rows, is_negative) in enumerate(((logits, allowed), (logits.T, allowed.T))):
+        for i, row in enumerate(rows):
+            others = row[is_negative[i]]
+            g = (others - positives[i]).exp().sum() / (batch - 1)
+            mean = g.detach() if len(others) else (-1 / temperature - positives[i]).exp().detach()
+            before = stored[i, side]
+            u = momentum * before + (1 - momentum) * mean if before else mean
+            value = (u * (num_samples - 1)).log()
+            losses.append(value + g / u - (g / u).detach())
+            means.append(mean)
+    loss = weighted_mean(torch.stack(losses).view(2, batch).mean(0), weight)
+    return loss, torch.stack(means).view(2, batch).T
+
+
 def plain_info_nce(
     query: Tensor,
     key: Tensor,

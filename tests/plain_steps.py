@@ -24,6 +24,7 @@ from tests.plain_losses import (
     plain_bidirectional,
     plain_dcl,
     plain_gcl,
+    plain_gcl_of_pairs,
     plain_hinge,
     plain_info_nce,
     plain_nce,
@@ -151,7 +152,7 @@ class PlainRun:
         self.slots = None if slots is None else slots.double()
         self.count = {} if count is None else count
         self.normalizer: float | None = None
-        self.partitions, self.of_batch = dict[int, float](), torch.empty(0)
+        self.partitions, self.of_batch = dict[int, list[float]](), torch.empty(0)
 
     def step(
         self, views: Views, names: ExampleIds, step: int, *, learning_rate: float, momentum: float
@@ -382,7 +383,7 @@ class PlainRun:
         temperature = self.log_temperature.exp()
         temperature = temperature if self.config.learn_temperature else temperature.detach()
         if self.stage.loss == "gcl":
-            return self.of_data(query, positive, temperature, query_id, views)
+            return self.of_data(query, positive, temperature, (query_id, key_id), views)
         if self.stage.loss in ("nt_xent", "dcl", "dclw", "supcon", "poly_view"):
             return self.of_views(query, positive, temperature, query_id)
         if self.stage.loss == "nce":
@@ -436,20 +437,30 @@ class PlainRun:
         )
 
     def of_data(
-        self, query: Tensor, key: Tensor, temperature: Tensor, sample_id: Tensor, views: Views
+        self,
+        query: Tensor,
+        key: Tensor,
+        temperature: Tensor,
+        ids: tuple[Tensor, Tensor],
+        views: Views,
     ) -> Tensor:
-        """Return the global loss; keep the batch's partition functions."""
-        stored = [self.partitions.get(each, 0.0) for each in views.sample_id.tolist()]
-        loss, self.of_batch = plain_gcl(
-            query,
-            key,
-            temperature,
-            stored=torch.tensor(stored, dtype=torch.float64),
-            momentum=self.config.negatives.bank_momentum,
-            num_samples=self.num_samples,
-            ids=(sample_id, sample_id),
-            weight=self.names.weight,
+        """Return the global loss; keep the batch's partition functions, one or two of each sample."""
+        settings: dict[str, Any] = {
+            "momentum": self.config.negatives.bank_momentum,
+            "num_samples": self.num_samples,
+            "weight": self.names.weight,
+        }
+        none = [0.0, 0.0] if self.config.has_two_towers else [0.0]
+        stored = torch.tensor([self.partitions.get(each, none) for each in views.sample_id.tolist()]).double()
+        if self.config.has_two_towers:
+            loss, self.of_batch = plain_gcl_of_pairs(
+                query, key, temperature, stored=stored, ids=ids, **settings
+            )
+            return loss
+        loss, of_batch = plain_gcl(
+            query, key, temperature, stored=stored[:, 0], ids=(ids[0], ids[0]), **settings
         )
+        self.of_batch = of_batch[:, None]
         return loss
 
     def number(self, views: Views) -> tuple[Tensor, Tensor, Tensor]:
@@ -481,8 +492,11 @@ class PlainRun:
             self.queue_names = (self.queue_names + self.names.key[:, 0].tolist())[-negatives.capacity :]
         if negatives.store == "partition":
             kept = negatives.bank_momentum
-            for sample, new in zip(views.sample_id.tolist(), self.of_batch.tolist(), strict=True):
-                self.partitions[sample] = kept * self.partitions.get(sample, new) + (1 - kept) * new
+            for sample, of_batch in zip(views.sample_id.tolist(), self.of_batch.tolist(), strict=True):
+                held = self.partitions.get(sample, of_batch)
+                self.partitions[sample] = [
+                    kept * old + (1 - kept) * new for old, new in zip(held, of_batch, strict=True)
+                ]
         if self.slots is not None:
             ids, kept = views.sample_id, negatives.bank_momentum
             self.slots[ids] = F.normalize(kept * self.slots[ids] + (1 - kept) * embeddings, dim=1)

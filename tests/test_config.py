@@ -143,7 +143,10 @@ INCOMPATIBLE = {  # a recipe and its settings, and a pattern of the error
     "sogclr negatives.store=none": "loss gcl is incompatible with .* takes key tower, and negatives.store partition",
     "simclr stages.0.loss=gcl": "loss gcl is incompatible with .* takes key tower, and negatives.store partition",
     "simclr negatives.store=partition": "loss nt_xent is incompatible with .* negatives.store none",
-    "two_tower stages.0.loss=gcl negatives.store=partition": "loss gcl compares views .* but data.kind pairs has",
+    "clip stages.0.loss=gcl": "loss gcl is incompatible with .* takes key tower, and negatives.store partition",
+    "clip stages.0.loss=gcl negatives.store=partition stages.0.matryoshka_dims=[8]": (
+        "remove matryoshka_dims, or set loss to clip and negatives.store to none$"
+    ),
     "sogclr negatives.in_batch=false": "loss gcl needs in-batch negatives; set negatives.in_batch=true$",
     "sogclr stages.0.matryoshka_dims=[8]": "gcl stores one partition function of a sample, which differs between",
     "nnclr negatives.store=none": "nnclr is incompatible .* takes key tower, and negatives.store queue",
@@ -187,6 +190,10 @@ TWO_TOWERS = {  # a recipe and its settings, the error, and a setting that remov
     ),
     "two_tower stages.0.loss=siglip": (
         "siglip cannot use explicit negatives; set negatives.explicit=false, or loss to info_nce, clip or hinge",
+        "negatives.explicit=false",
+    ),
+    "two_tower stages.0.loss=gcl negatives.store=partition": (
+        "gcl cannot use explicit negatives; set negatives.explicit=false, or loss to info_nce, clip or hinge",
         "negatives.explicit=false",
     ),
     "two_tower stages.0.loss=siglip negatives.explicit=false negatives.store=queue": (

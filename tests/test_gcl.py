@@ -1,6 +1,7 @@
 """The global contrastive loss on one process; see also workers/test_objectives.py and test_plain_steps.py."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +9,8 @@ import torch
 from torch import Tensor
 
 from raycl.errors import ConfigError
-from raycl.losses import dcl, gcl
+from raycl.losses import clip, dcl, gcl
+from raycl.losses.dcl import decoupled
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.gcl import Gcl
 from raycl.losses.objective import Partition, StoreBatch
@@ -16,7 +18,7 @@ from raycl.losses.view_pairs import mean_over_pairs, pair_views
 from raycl.negatives import MemoryBank
 from tests.embeddings import make_views
 from tests.gradients import assert_close, leaves, value_and_gradients
-from tests.plain_losses import plain_gcl
+from tests.plain_losses import plain_gcl, plain_gcl_of_pairs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 UNKNOWN = -math.inf
@@ -96,6 +98,46 @@ def test_stored_partition_functions_have_the_mean_and_the_variance_of_a_moving_a
         assert abs(errors[momentum].mean().item()) < expected / 2
 
 
+def of_pairs(
+    views: list[Tensor], stored: Tensor, ids: tuple[Tensor, Tensor], **settings: Any
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of pairs, and the estimates of their partition functions [batch, 2] from the batch."""
+    partition, names = Partition(stored), ExampleIds(query=ids[0], key=ids[1])
+    loss = Gcl(of_pairs=True, **settings)(views[0], views[1], StoreBatch(partition=partition), names)
+    return loss, partition.of_batch()
+
+
+@pytest.mark.parametrize(("temperature", "momentum"), [(0.5, 0.0), (0.5, 0.1), (0.01, 0.8)])
+def test_pairs_have_the_value_gradient_and_partition_functions_of_the_plain_formula(
+    temperature: float, momentum: float
+) -> None:
+    inputs = *make_views(24, 8, noise=1.0), torch.tensor(temperature)
+    exact, single = leaves(*inputs, dtype=torch.float64), leaves(*inputs)
+    logs = torch.cat([some_partitions(24, temperature), -some_partitions(24, temperature).flip(0)], dim=1)
+    logs[logs.isinf()] = UNKNOWN
+    ids = torch.arange(24) % 23, torch.arange(24) % 22
+    settings: dict[str, Any] = {"momentum": momentum, "num_samples": NUM_SAMPLES}
+    expected, partitions = plain_gcl_of_pairs(*exact, stored=logs.double().exp(), ids=ids, **settings)
+    found, of_batch = of_pairs(single, logs, ids, temperature=single[2], **settings)
+    tolerance = 1e-5 if temperature > 0.01 else 3e-5
+    assert_close(value_and_gradients(found, single), value_and_gradients(expected, exact), tolerance)
+    assert_close([of_batch], [partitions.log()], 1e-5)
+
+
+def test_an_outdated_partition_function_of_pairs_scales_the_gradient_of_its_row_alone() -> None:
+    views, ids = leaves(*make_views(40, 8), dtype=torch.float64), torch.arange(40)
+    unknown, weight = torch.full((40, 2), UNKNOWN).double(), torch.ones(40).double()
+    settings: dict[str, Any] = {"temperature": 0.1, "num_samples": 500}
+    _, of_batch = of_pairs(views, unknown, (ids, ids), momentum=0.0, **settings)
+    # u becomes half of the batch's for the first ten rows: 0.6 * u / 6 + 0.4 * u.
+    stored = of_batch.clone()
+    stored[:10] -= math.log(6)
+    weight[:10] = 2
+    loss, _ = of_pairs(views, stored, (ids, ids), momentum=0.6, **settings)
+    without = clip(*views, temperature=0.1, row_losses=(decoupled, decoupled), weight=weight)
+    assert_close(value_and_gradients(loss, views)[1:], value_and_gradients(without, views)[1:], 1e-12)
+
+
 def test_a_row_without_negatives_has_a_finite_loss_and_no_gradient_from_the_data() -> None:
     views, same = leaves(*make_views(4, 3), dtype=torch.float64), torch.zeros(4, dtype=torch.int64)
     for log in (UNKNOWN, 2.0):
@@ -112,13 +154,21 @@ def test_a_row_without_negatives_has_a_finite_loss_and_no_gradient_from_the_data
         assert found[0].isfinite()
         assert_close(found[1:], expected[1:], 1e-12)
         assert_close([of_batch], [torch.full((4, 1), -10.0)], 1e-6)
+        value, of_batch = of_pairs(
+            views, torch.full((4, 2), log), (same, same), temperature=0.1, momentum=0.5, num_samples=50
+        )
+        loss, *gradients = value_and_gradients(value, views)
+        assert loss.isfinite() and of_batch.isfinite().all()
+        assert not any(each.any() for each in gradients)
 
 
 def test_a_low_temperature_does_not_overflow() -> None:
-    views = leaves(*make_views(20, 4))
-    log = torch.full((20, 1), 1_000.0)  # u = e^1000
-    value, of_batch = gcl(*views, log_partition=log, temperature=0.001, momentum=0.5, num_samples=50)
-    assert all(each.isfinite().all() for each in (*value_and_gradients(value, views), of_batch))
+    views, ids = leaves(*make_views(20, 4)), torch.arange(20)
+    log = torch.full((20, 2), 1_000.0)  # u = e^1000
+    settings: dict[str, Any] = {"temperature": 0.001, "momentum": 0.5, "num_samples": 50}
+    found = gcl(*views, log_partition=log[:, :1], **settings), of_pairs(views, log, (ids, ids), **settings)
+    for value, of_batch in found:
+        assert all(each.isfinite().all() for each in (*value_and_gradients(value, views), of_batch))
 
 
 def test_invalid_rows_give_a_loss_that_is_not_finite() -> None:
@@ -135,6 +185,10 @@ def test_equal_embeddings_have_the_collapsed_loss() -> None:
     log = torch.full((16, 1), 10.0)
     found, _ = gcl(rows, rows, log_partition=log, temperature=0.1, momentum=0.5, num_samples=100)
     expected = objective.collapsed_loss(batch_size=16, stored=StoreBatch())
+    assert found.item() == pytest.approx(expected, rel=1e-5)
+    settings: dict[str, Any] = {"temperature": 0.1, "momentum": 0.5, "num_samples": 100}
+    found, _ = of_pairs([rows, rows], torch.zeros(16, 2), (torch.arange(16), torch.arange(16)), **settings)
+    expected = Gcl(of_pairs=True, **settings).collapsed_loss(batch_size=16, stored=StoreBatch())
     assert found.item() == pytest.approx(expected, rel=1e-5)
 
 

@@ -216,9 +216,10 @@ def _problem_of_prefixes(run: "RunConfig", stage: Stage) -> str | None:
             "remove matryoshka_dims, or set loss to info_nce"
         )
     if LOSSES[stage.loss].partition:
+        other = "clip" if run.has_two_towers else "dcl"
         return (
             f"loss {stage.loss} stores one partition function of a sample, which differs between prefixes; "
-            "remove matryoshka_dims, or set loss to dcl and negatives.store to none"
+            f"remove matryoshka_dims, or set loss to {other} and negatives.store to none"
         )
     return None
 
@@ -249,9 +250,14 @@ def _problem_of_loss(run: "RunConfig", loss: str) -> str | None:
         other = f", or loss to {join_names(others)}" if others else ""
         return f"loss {loss} needs in-batch negatives; set negatives.in_batch=true{other}"
     if run.has_two_towers and not spec.pairs:
+        fitting = [
+            name
+            for name, each in LOSSES.items()
+            if each.fits(key=run.key, pairs=True, store=store, in_batch=in_batch)
+        ]
         return (
             f"loss {loss} compares views of one sample, but data.kind {kind} has pairs; "
-            f"set loss to {join_names(name for name, each in LOSSES.items() if each.pairs)}"
+            f"set loss to {join_names(fitting)}"
         )
     if spec.neighbors and not run.has_prediction_head:
         return f"loss {loss} compares neighbors with predictions; set prediction_head.num_layers to 1, 2 or 3"

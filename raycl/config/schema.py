@@ -391,7 +391,7 @@ class NegativesConfig(Section):
 
     store: Literal["none", "queue", "memory_bank", "partition"] = "none"
     """``queue`` stores the newest keys, ``memory_bank`` one slot per sample, ``partition`` each sample's
-    partition function for loss ``gcl``.
+    partition function for loss ``gcl``, two for a pair.
     """
 
     capacity: Count = 65_536
@@ -402,7 +402,7 @@ class NegativesConfig(Section):
 
     bank_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
     """Weight of the old value when a slot is updated, below 1; 0.5 as in InstDisc. For ``gcl`` it is 1 minus
-    the gamma of SogCLR.
+    the gamma of SogCLR and FastCLIP.
     """
 
     bank_init: Literal["random", "encoder"] = "random"

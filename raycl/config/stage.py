@@ -54,7 +54,7 @@ class Stage(Section):
 
     loss: str = "nt_xent"
     """``nt_xent``, ``dcl`` or ``dclw`` (Yeh et al., 2022), ``gcl``, whose negatives are the whole data set (Yuan
-    et al., 2022), ``info_nce``, ``nce`` (Wu et al., 2018), ``hinge``,
+    et al., 2022; of pairs: Wei et al., 2024), ``info_nce``, ``nce`` (Wu et al., 2018), ``hinge``,
     ``siglip`` (Zhai et al., 2023), ``supcon``, whose positives are all samples of a class (Khosla et al., 2020),
     ``poly_view``, of all views of a sample at once (Shidani et al., 2024), ``nnclr``, whose positives are the nearest
     rows of a queue (Dwibedi et al., 2021),

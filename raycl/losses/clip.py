@@ -28,7 +28,7 @@ from raycl.losses.info_nce import ring_info_nce
 from raycl.losses.logq import checked_log_frequency, logit_biases, refined_row_loss
 from raycl.losses.mutual import MutualSoftmax
 from raycl.losses.objective import StoreBatch, gathered
-from raycl.losses.softmax import RowGroup, cross_entropy, evaluate_softmax, weighted
+from raycl.losses.softmax import RowGroup, RowLoss, cross_entropy, evaluate_softmax, weighted
 from raycl.losses.tiled import (
     BLOCK_ROWS,
     LOG2_E,
@@ -64,6 +64,7 @@ def clip(
     refines_logq: bool = False,
     weight: Tensor | None = None,
     guide: Guide | None = None,
+    row_losses: tuple[RowLoss, RowLoss] = (cross_entropy, cross_entropy),
 ) -> Tensor:
     """Classify each query's key among keys and each key's query among queries (Radford et al., 2021).
 
@@ -109,6 +110,8 @@ def clip(
             weighted mean. No gradient.
         guide: embeddings of another encoder, of all pairs and negatives. It masks, in both directions, the
             candidates that it finds nearer than the positive (Solatorio, 2024); excludes ``refines_logq``.
+        row_losses: the losses of queries and of keys, see :class:`raycl.losses.softmax.RowLoss`;
+            ``refines_logq`` replaces the loss of queries.
 
     Returns:
         A scalar, float32 (float64 for float64 embeddings). It can be differentiated once, with
@@ -157,7 +160,7 @@ def clip(
     weight = checked_weight(weight, query)
     is_local = gathered_key is None and len(others) == 0 and not others.requires_grad and biases is None
     if is_local and guide is None:  # a guide's masks of the two directions differ
-        evaluate = partial(_evaluate_local, pair_ids=ids, weight=weight)
+        evaluate = partial(_evaluate_local, pair_ids=ids, weight=weight, row_losses=row_losses)
         return fused(evaluate, rows, keys.to(rows), checked_temperature(temperature, rows))
     evaluate = partial(
         _evaluate,
@@ -168,6 +171,7 @@ def clip(
         refined=key_log_frequency if refines_logq else None,
         weight=weight,
         guide=guide,
+        row_losses=row_losses,
     )
     # A half-precision queue that requires no gradient is converted tile by tile.
     others = others.to(rows) if others.requires_grad else others
@@ -181,6 +185,7 @@ def _evaluate_local(
     *,
     pair_ids: tuple[Tensor, Tensor] | None,
     weight: Tensor | None,
+    row_losses: tuple[RowLoss, RowLoss],
     with_gradient: bool,
 ) -> tuple[Tensor, Gradients]:
     """Return the loss between queries and keys [batch, dim]; both directions share one product per tile."""
@@ -190,7 +195,8 @@ def _evaluate_local(
     bound = read_bound(queries, longest(keys, queries.dtype), temperature, mask)
     scale = LOG2_E / temperature
     mutual = MutualSoftmax(queries, keys, scale=scale, bound=bound, diagonals=(0,), spans=cuts, mask=mask)
-    of_queries, of_keys = mutual.sums((queries * scale * keys).sum(1), weighted(cross_entropy, weight))
+    positive = (queries * scale * keys).sum(1)
+    of_queries, of_keys = mutual.sums(positive, *(weighted(each, weight) for each in row_losses))
     loss = (of_queries.loss + of_keys.loss).mean() / 2
     wanted = queries.requires_grad or temperature.requires_grad, keys.requires_grad
     if not with_gradient or not any(wanted):
@@ -216,6 +222,7 @@ def _evaluate(
     refined: Tensor | None,
     weight: Tensor | None,
     guide: Guide | None,
+    row_losses: tuple[RowLoss, RowLoss],
     with_gradient: bool,
 ) -> tuple[Tensor, Gradients]:
     """Return the loss of the local pairs against all workers' pairs and negatives, in one pass per direction.
@@ -225,10 +232,12 @@ def _evaluate(
     group = RowGroup(slice(0, own.stop - own.start), positive=own.start)
     to_keys = query_mask(pair_ids, own, negative_id, group.blocks, in_batch=True)
     to_queries = key_mask(pair_ids, own, group.blocks)
-    row_loss = cross_entropy
+    loss_of_queries, loss_of_keys = row_losses
     if refined is not None:
         num_candidates = len(keys) + len(negatives)
-        row_loss = refined_row_loss(refined, to_keys, num_candidates=num_candidates, dtype=queries.dtype)
+        loss_of_queries = refined_row_loss(
+            refined, to_keys, num_candidates=num_candidates, dtype=queries.dtype
+        )
     if guide is not None:
         to_keys, to_queries = guide.mask(to_keys, own), guide.swapped().mask(to_queries, own)
     length = torch.stack([longest(each, queries.dtype) for each in (keys, negatives)]).amax()
@@ -239,8 +248,8 @@ def _evaluate(
     )
     at_queries, at_keys, at_negatives = gradients
     directions = (
-        (queries, keys, negatives, to_keys, biases, row_loss, (at_queries, at_keys, at_negatives)),
-        (keys, queries, negatives[:0], to_queries, None, cross_entropy, (at_keys, at_queries, None)),
+        (queries, keys, negatives, to_keys, biases, loss_of_queries, (at_queries, at_keys, at_negatives)),
+        (keys, queries, negatives[:0], to_queries, None, loss_of_keys, (at_keys, at_queries, None)),
     )
     loss = queries.new_zeros(())
     for rows, columns, others, mask, of_columns, loss_of, (at_rows, at_columns, at_others) in directions:
@@ -288,12 +297,13 @@ class Clip:
     """Cross-entropy in both directions: queries against keys and other negatives, keys against queries.
 
     ``log_frequency`` maps the names [n] of keys to log Q for the log-Q correction, if it is enabled, in its
-    refined form with ``refines_logq``.
+    refined form with ``refines_logq``. ``row_losses`` replace the cross-entropy of queries and of keys.
     """
 
     temperature: float | Tensor
     log_frequency: Callable[[Tensor], Tensor] | None = None
     refines_logq: bool = False
+    row_losses: tuple[RowLoss, RowLoss] = (cross_entropy, cross_entropy)
 
     @classmethod
     def build(cls, settings: LossSettings) -> Self:
@@ -316,15 +326,24 @@ class Clip:
             if others and stored.negative_name is not None:
                 others["negative_log_frequency"] = self.log_frequency(stored.negative_name)
         shared: dict[str, Any] = {"temperature": self.temperature, "weight": ids.weight}
-        guide = stored.guide
+        guide, (of_query, of_key) = stored.guide, self.row_losses
         if exceeds_gather_limit(query, key):
             to_keys = ring_info_nce(
-                query, key, **own, **others, **shared, refines_logq=self.refines_logq, guide=guide
+                query,
+                key,
+                **own,
+                **others,
+                **shared,
+                refines_logq=self.refines_logq,
+                guide=guide,
+                row_loss=of_query,
             )
             guide = None if guide is None else guide.swapped()
-            return (to_keys + ring_info_nce(key, query, ids.key, ids.query, **shared, guide=guide)) / 2
+            to_queries = ring_info_nce(key, query, ids.key, ids.query, **shared, guide=guide, row_loss=of_key)
+            return (to_keys + to_queries) / 2
         own |= gathered(query=query, key=key, **own)
-        return clip(query, key, **own, **others, **shared, refines_logq=self.refines_logq, guide=guide)
+        shared |= {"refines_logq": self.refines_logq, "guide": guide, "row_losses": self.row_losses}
+        return clip(query, key, **own, **others, **shared)
 
     def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
         """Return the logarithm of the number of candidates, the mean of both directions; None if refined."""

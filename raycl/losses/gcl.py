@@ -1,4 +1,7 @@
-"""The global contrastive loss of SogCLR (Yuan et al., 2022): the whole data set as negatives of a small batch."""
+"""The global contrastive loss of SogCLR (Yuan et al., 2022): the whole data set as negatives of a small batch.
+
+Of two views of each sample, or of pairs as in FastCLIP (Wei et al., 2024).
+"""
 
 import math
 from collections.abc import Sequence
@@ -11,6 +14,7 @@ from torch import Tensor
 from raycl.distributed import num_workers
 from raycl.errors import ConfigError
 from raycl.loss_specs import LossSettings
+from raycl.losses.clip import Clip
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.objective import Partition, StoreBatch
 from raycl.losses.softmax import Softmax
@@ -85,7 +89,9 @@ def gcl(
 class _GlobalRows:
     """The row loss, which keeps the logarithm of the mean over the negatives of each row in the batch.
 
-    ``stored`` [num_rows] is log u; ``num_in_batch`` and ``num_in_data`` are the numbers of negatives of a row.
+    ``stored`` [num_rows] is log u; ``num_in_batch`` and ``num_in_data`` are the numbers of negatives of a row. u is the
+    mean of exp(logit), or of exp(logit - logit(positive)) if it ``is_relative``, as in FastCLIP (Wei et al., 2024,
+    equation 1). Then a stale u scales the gradient of the whole row, of its positive too.
     """
 
     def __init__(
@@ -95,19 +101,30 @@ class _GlobalRows:
         momentum: float,
         num_in_batch: int,
         num_in_data: int,
+        *,
+        is_relative: bool = False,
     ) -> None:
-        self._stored, self._momentum = stored, momentum
+        self._stored, self._momentum, self._is_relative = stored, momentum, is_relative
         self._temperature = temperature.detach() if isinstance(temperature, Tensor) else temperature
         self._log_in_batch, self._log_in_data = (math.log(max(1, num)) for num in (num_in_batch, num_in_data))
         self.log_mean = torch.zeros_like(stored)
 
     def __call__(self, positive: Tensor | None, shift: Tensor, total: Tensor, block: slice) -> Softmax:
-        """Return -logit(positive) + log(u * num_in_data), and the weights exp(logit) / u / num_in_batch."""
+        """Return -logit(positive) + log(u * num_in_data), and the weights exp(logit) / u / num_in_batch.
+
+        A relative u contains the positive, whose weight is the sum of the negatives' weights.
+        """
         assert positive is not None, "each row has a positive"
         of_batch = (shift + total.log2()) / LOG2_E - self._log_in_batch
         of_batch = torch.where(total == 0, -1 / self._temperature, of_batch)
+        if self._is_relative:
+            of_batch = of_batch - positive / LOG2_E
         self.log_mean[block] = of_batch
         log_partition = moved_log_partition(self._stored[block], of_batch, self._momentum).to(of_batch)
+        if self._is_relative:
+            weight = torch.where(total == 0, 0.0, (of_batch - log_partition).exp())
+            logsumexp = (log_partition + self._log_in_batch) * LOG2_E + positive
+            return Softmax(log_partition + self._log_in_data, weight, logsumexp)
         loss = log_partition + self._log_in_data - positive / LOG2_E
         return Softmax(loss, torch.ones_like(loss), (log_partition + self._log_in_batch) * LOG2_E)
 
@@ -137,10 +154,24 @@ def _check(log_partition: Tensor, shape: list[int], momentum: float, num_samples
 @final
 @dataclass(frozen=True, kw_only=True)
 class Gcl(ViewsObjective):
-    """Each view against all other samples of the data, by the partition functions of a store."""
+    """Each view against all other samples of the data, by the partition functions of a store.
+
+    ``of_pairs`` compares queries with keys of two towers instead, as :class:`~raycl.losses.clip.Clip`. Each pair has
+    two partition functions: u_q of its query over all other keys and u_k of its key over all other queries. In a batch
+    with the logits s, and with n keys beside the own one (Wei et al., 2024, algorithm 1),
+
+        g_q = sum over other keys j of exp(s_ij - s_ii) / n    (a masked key counts as 0)
+        u_q = momentum * stored u_q + (1 - momentum) * g_q     (g_q alone if none is stored)
+        gradient = gradient of g_q / u_q, with u_q as a constant
+
+    and likewise u_k; the loss is the mean of log(u_q) and log(u_k), plus log(num_samples - 1). The paper's gamma is
+    1 - momentum. Its factor, the temperature, is left out, as in the other losses here; a learned temperature has the
+    gradient of this loss, as in FastCLIP-v0.
+    """
 
     momentum: float
     num_samples: int
+    of_pairs: bool = False
     partition: Partition | None = None
 
     @classmethod
@@ -151,10 +182,13 @@ class Gcl(ViewsObjective):
             temperature=settings.temperature,
             momentum=settings.bank_momentum,
             num_samples=settings.num_samples,
+            of_pairs=settings.pairs,
         )
 
     def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds) -> Tensor:
         """Return the loss, and append the means over the batch to ``stored.partition``."""
+        if self.of_pairs:
+            return self._loss_of_pairs(query, key, stored, ids)
         return ViewsObjective.__call__(replace(self, partition=stored.partition), query, key, stored, ids)
 
     def loss(
@@ -182,7 +216,27 @@ class Gcl(ViewsObjective):
 
     def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
         """Return the logarithm of the number of negatives, once the partition functions follow the collapse."""
-        return math.log(2 * self.num_samples - 2)
+        return math.log(self.num_samples - 1 if self.of_pairs else 2 * self.num_samples - 2)
+
+    def _loss_of_pairs(
+        self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds
+    ) -> Tensor:
+        """Return the mean of both directions, whose partition functions are the columns of the store."""
+        assert stored.partition is not None, "the configuration gives the loss partition functions"
+        of_query, of_key = (
+            _GlobalRows(
+                of_side,
+                self.temperature,
+                self.momentum,
+                num_in_batch=num_workers() * len(query) - 1,
+                num_in_data=self.num_samples - 1,
+                is_relative=True,
+            )
+            for of_side in stored.partition.stored.unbind(1)
+        )
+        loss = Clip(temperature=self.temperature, row_losses=(of_query, of_key))(query, key, stored, ids)
+        stored.partition.estimates.append(torch.stack([of_query.log_mean, of_key.log_mean], dim=1))
+        return loss
 
 
 def _batch_size(views: Sequence[Tensor], everyone: Everyone | None) -> int:

@@ -149,13 +149,14 @@ def ring_info_nce(
     refines_logq: bool = False,
     weight: Tensor | None = None,
     guide: Guide | None = None,
+    row_loss: RowLoss = cross_entropy,
 ) -> Tensor:
     """InfoNCE over the keys of all workers, which pass around a ring instead of being gathered.
 
     Has the same value, gradients and errors as :func:`info_nce` with gathered keys; the ids are this
     worker's, and the guide has the rows of all workers. ``negatives`` are not sent. Log frequencies correct
-    the logits as in :func:`raycl.losses.clip`; then ``negatives`` are equal on all workers. Collective in the
-    forward pass only: every worker must scale the loss equally.
+    the logits as in :func:`raycl.losses.clip`; then ``negatives`` are equal on all workers. ``row_loss`` replaces the
+    cross-entropy. Collective in the forward pass only: every worker must scale the loss equally.
     """
     check_pair("query and key", query, key)
     others = query.new_empty(0, query.shape[1]) if negatives is None else negatives
@@ -180,7 +181,7 @@ def ring_info_nce(
     if key_ids is not query_ids:
         # With one id for both sides, a key has the false negatives of its query.
         to_queries = key_mask((query_ids, key_ids), own, group.blocks)
-    biases, row_loss = None, cross_entropy
+    biases = None
     if key_log_frequency is not None:
         biases = logit_biases(gather_detached(key_log_frequency), negative_log_frequency, rows)
         if refines_logq:

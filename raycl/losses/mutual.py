@@ -58,8 +58,13 @@ class MutualSoftmax:
         # than the computation.
         self._buffer = rows.new_empty(spans[0][0].stop, spans[1][0].stop)
 
-    def sums(self, positive: Tensor, row_loss: RowLoss = cross_entropy) -> tuple[Softmax, Softmax]:
-        """Return the softmax of rows and of columns, given the base-2 logits of the positives, [num_rows, ...]."""
+    def sums(
+        self, positive: Tensor, row_loss: RowLoss = cross_entropy, column_loss: RowLoss = cross_entropy
+    ) -> tuple[Softmax, Softmax]:
+        """Return the softmax of rows and of columns, given the base-2 logits of the positives, [num_rows, ...].
+
+        ``column_loss`` is the loss of the columns if they are not the rows.
+        """
         of_rows = of_columns = self._first_sums(self._rows)
         if not self._is_symmetric:
             of_columns = self._first_sums(self._columns)
@@ -77,7 +82,7 @@ class MutualSoftmax:
                     of_columns[1][down] += tile.sum(0)
         everything = slice(0, len(positive))
         softmax = row_loss(positive, *of_rows, everything)
-        return softmax, softmax if self._is_symmetric else row_loss(positive, *of_columns, everything)
+        return softmax, softmax if self._is_symmetric else column_loss(positive, *of_columns, everything)
 
     def gradients(
         self, of_rows: Softmax, of_columns: Softmax, *, wanted: tuple[bool, bool]

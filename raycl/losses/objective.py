@@ -16,7 +16,7 @@ from raycl.losses.guide import Guide
 @final
 @dataclass(eq=False)
 class Partition:
-    """The logarithms of the partition functions of a batch, [local_batch, 1].
+    """The logarithms of the partition functions of a batch, [local_batch, 1], or [local_batch, 2] of the sides of pairs.
 
     ``stored`` is -inf for a sample without any. The loss appends the estimates from this batch alone, one for each pair
     of views.

@@ -73,9 +73,9 @@ def build_store(
 
 
 def _stored_row(config: RunConfig) -> tuple[int, Precision]:
-    """Return dim and type of the stored rows: embeddings, or the partition function of a sample."""
+    """Return dim and type of the stored rows: embeddings, or the partition functions of a sample or of a pair's sides."""
     if config.negatives.store == "partition":
-        return 1, "float32"
+        return (2 if config.has_two_towers else 1), "float32"
     return config.projection_head.dim, config.bank.dtype
 
 

@@ -343,7 +343,7 @@ def test_sentences_are_streamed_and_evaluated_by_human_scores(tmp_path: Path) ->
     assert found["baseline"]["tfidf"]["mean"] > 0.5
 
 
-def test_images_and_captions_have_separate_towers(tmp_path: Path) -> None:
+def test_images_and_captions_have_separate_towers_and_partition_functions(tmp_path: Path) -> None:
     digits = write_digits(tmp_path / "digits.parquet", 200)
     table = pq.read_table(digits)
     names = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -360,6 +360,8 @@ def test_images_and_captions_have_separate_towers(tmp_path: Path) -> None:
             "encoder.kwargs": {"channels": 1},
             "text_encoder.kwargs": {"dim": 16, "hidden_dim": 0},
             "stages.0.chunk_size": 8,
+            "stages.0.loss": "gcl",
+            "negatives.store": "partition",
         },
     )
     output = tmp_path / "run"

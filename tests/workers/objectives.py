@@ -30,6 +30,7 @@ from tests.plain_losses import (
     plain_bidirectional,
     plain_dcl,
     plain_gcl,
+    plain_gcl_of_pairs,
     plain_hinge,
     plain_info_nce,
     plain_nce,
@@ -114,7 +115,7 @@ class Case:
 
     ``pairs`` means that queries and keys have ids of their own, ``negatives`` that it uses further negatives,
     ``own_slot`` that the positive is a slot of a memory bank, ``third_view`` that a sample has three views,
-    ``partition`` that it has a stored partition function. ``no_ring`` says why large batches use no ring.
+    ``partition`` is the number of its stored partition functions. ``no_ring`` says why large batches use no ring.
     ``run`` are settings of the recipe, and ``guide`` the margin of a guide.
     """
 
@@ -125,7 +126,7 @@ class Case:
     negatives: bool = False
     own_slot: bool = False
     third_view: bool = False
-    partition: bool = False
+    partition: int = 0
     no_ring: str = ""
     recipe: str = "simclr"
     run: Mapping[str, Any] = field(default_factory=dict)
@@ -255,17 +256,24 @@ def _nce(batch: Batch) -> Tensor:
     return plain_nce(*rows, NUM_SLOTS, math.log(NUM_SLOTS) + mean, masked)
 
 
-def stored_partitions(batch: int) -> Tensor:
-    """Return a partition function for each sample of the batch; 0, for none, for every fourth one."""
-    partitions = torch.randn(batch, generator=torch.Generator().manual_seed(8), dtype=torch.float64).exp()
-    return partitions * (torch.arange(batch) % 4 > 0)
+def stored_partitions(batch: int, num_sides: int) -> Tensor:
+    """Return the partition functions of each sample of the batch; 0, for none, for every fourth sample."""
+    generator = torch.Generator().manual_seed(8)
+    partitions = torch.randn(batch, num_sides, generator=generator, dtype=torch.float64).exp()
+    return partitions * (torch.arange(batch) % 4 > 0)[:, None]
 
 
 def _gcl(batch: Batch) -> Tensor:
     rows, ids = (batch.query, batch.key, batch.temperature), (batch.query_id, batch.query_id)
-    stored = stored_partitions(len(batch.query))
+    stored = stored_partitions(len(batch.query), 1)[:, 0]
     settings: dict[str, Any] = {"momentum": MOMENTUM, "num_samples": NUM_SLOTS, "weight": batch.weight}
     return plain_gcl(*rows, stored=stored, ids=ids, **settings)[0]
+
+
+def _gcl_of_pairs(batch: Batch) -> Tensor:
+    rows, stored = (batch.query, batch.key, batch.temperature), stored_partitions(len(batch.query), 2)
+    settings: dict[str, Any] = {"momentum": MOMENTUM, "num_samples": NUM_SLOTS, "weight": batch.weight}
+    return plain_gcl_of_pairs(*rows, stored=stored, ids=batch.pair_ids, **settings)[0]
 
 
 def _hinge(batch: Batch, **settings: bool) -> Tensor:
@@ -327,7 +335,15 @@ CASES = {
     "siglip": Case(loss="siglip", plain=_siglip, pairs=True, recipe="two_tower"),
     "dcl": Case(loss="dcl", plain=of_views(plain_dcl)),
     "dclw": Case(loss="dclw", plain=of_views(plain_dcl, sigma=0.5)),
-    "gcl": Case(loss="gcl", plain=_gcl, partition=True, recipe="sogclr"),
+    "gcl": Case(loss="gcl", plain=_gcl, partition=1, recipe="sogclr"),
+    "gcl of pairs": Case(
+        loss="gcl",
+        plain=_gcl_of_pairs,
+        partition=2,
+        pairs=True,
+        recipe="two_tower",
+        run={"negatives.store": "partition"},
+    ),
     "supcon": Case(loss="supcon", plain=_supcon),
     "poly_view": _poly_view_case("geometric"),
     "poly_view, arithmetic": _poly_view_case("arithmetic"),
@@ -440,7 +456,8 @@ def on_a_worker(rank: int, num_workers: int, name: str, setup: Setup) -> tuple[l
     if case.own_slot:
         stored = StoreBatch(key=key.detach(), negatives=inputs[5].detach(), negative_id=ids["queue"])
     elif case.partition:
-        stored = StoreBatch(partition=Partition(stored_partitions(setup.batch)[own, None].log()))
+        logs = stored_partitions(setup.batch, case.partition)[own].log()
+        stored = StoreBatch(partition=Partition(logs))
     elif case.negatives and case.guide is None and setup.queue:
         stored = StoreBatch(negatives=inputs[5], negative_id=ids["queue"])
     stored = stored.for_batch(batch, inputs[4][explicit] if has_explicit else None)
