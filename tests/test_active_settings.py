@@ -247,6 +247,10 @@ RUNS = {
         "instance_discrimination", **{"bank.location": "worker", "stages.0.loss": "info_nce"}
     ),
     "sogclr": lambda: image_run("sogclr"),
+    "nnclr": lambda: image_run(
+        "nnclr",
+        **{"projection_head.hidden_dim": 16, "prediction_head.hidden_dim": 16, "negatives.capacity": 512},
+    ),
     "simcse": lambda: text_run("simcse"),
     "two_tower": lambda: text_run("two_tower"),
     "two_tower with siglip": lambda: override(
@@ -380,6 +384,7 @@ REFUSED_VALUES = {
     "instance_discrimination": "negatives.store stages.0.matryoshka_dims",
     "instance_discrimination in workers": "negatives.store",
     "sogclr": f"{NOT_IN_BATCH} negatives.store stages.0.loss stages.0.matryoshka_dims",
+    "nnclr": f"{NOT_IN_BATCH} negatives.store",
     "simcse": f"{NOT_IN_BATCH} encoder.name projection_head.dim",
     "two_tower": f"{NOT_IN_BATCH} encoder.name projection_head.dim",
     "two_tower with siglip": (
@@ -526,6 +531,9 @@ INACTIVE = {  # a recipe and a setting, and a part of the error
     "moco_v2 bank.shards=3": "negatives.store memory_bank or partition, and this run has negatives.store queue",
     "sogclr bank.dtype=float16": "acts only with negatives.store queue or memory_bank",
     "simcse stages.0.image_size=16": "acts only with data.kind image or image_text, and this run has data.kind",
+    "instance_discrimination data.samples_per_class=4": (
+        "samples_per_class acts only with key tower or momentum_encoder, and this run has key memory_bank"
+    ),
     "simclr stages.0.matryoshka_weights=[1.0]": "acts only with matryoshka_dims",
     "simclr stages.0.cached_chunks=2": "acts only with a chunk_size",
     "two_tower stages.0.activation_checkpoint_every=1": "acts only with a ResNet, a ViT or a transformer, or",

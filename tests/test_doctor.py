@@ -3,6 +3,7 @@
 import socket
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ from torch import nn
 from raycl.api import plan_examined as plan
 from raycl.config import RunConfig
 from raycl.config.overrides import override
-from raycl.doctor.memory import ALLOCATOR, bank_bytes, estimate_memory
+from raycl.doctor.memory import ALLOCATOR, bank_bytes, check_memory, estimate_memory
 from raycl.doctor.memory_profile import MemoryProfile, peak_bytes, profile_memory
-from raycl.doctor.nodes import network_address, reachable_ports, versions
+from raycl.doctor.nodes import Node, NodeAnswer, NodeInfo, network_address, reachable_ports, versions
 from raycl.doctor.result import CheckResult
 from raycl.doctor.storage import delete_file, read_files, write_file
 from raycl.errors import ConfigError, StorageError
@@ -143,6 +144,34 @@ def test_shards_split_the_memory_of_the_bank() -> None:
     assert sum(shared) == sum(whole) >= 1_000 * 128 * 4
     assert bank_bytes(small(), 1_000) == []
     assert bank_bytes(small("instance_discrimination", **{"bank.location": "worker"}), 1_000) == []
+    of_pairs = small("clip", **{"stages.0.loss": "gcl", "negatives.store": "partition"})
+    # A second partition function in float32.
+    assert sum(bank_bytes(of_pairs, 1_000)) == sum(bank_bytes(small("sogclr"), 1_000)) + 4_000
+
+
+@pytest.mark.parametrize(
+    ("method", "remedy"),
+    [
+        (
+            "instance_discrimination",
+            "raise bank.shards, set bank.dtype=float16, or add a node with more memory",
+        ),
+        ("sogclr", "raise bank.shards, or add a node with more memory"),  # of one type
+    ],
+)
+def test_the_remedy_for_a_bank_that_is_too_large_names_only_settings_that_act(
+    method: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raycl.doctor.memory.nodes_for_a_bank", lambda: [{"NodeID": "id"}])
+    monkeypatch.setattr("raycl.doctor.memory.check_cluster", lambda *_, **__: None)
+    monkeypatch.setattr("raycl.doctor.memory._profile_stages", lambda config: [ONE] * len(config.stages))
+    node = Node(node_id="id", name="node", is_head=True, num_cpus=1, num_gpus=0, object_store=1e9)
+    answers = [NodeAnswer(node, NodeInfo(versions={}, memory=1e3, free_memory=1e3))]
+    config, source = small(method, **{"data.cache": "materialize"}), SimpleNamespace(num_rows=1_000)
+    data: Any = SimpleNamespace(source=source, decoded_bytes=1.0, negatives_per_pair=0.0)
+    found = {each.name: each for each in check_memory(config, data, answers)}
+    assert not found["bank"].good
+    assert found["bank"].remedy == remedy
 
 
 def test_explicit_negatives_count_as_rows_of_the_key_tower() -> None:

@@ -86,6 +86,7 @@ def test_a_guide_may_move_but_not_come_or_go(tmp_path: Path) -> None:
         ({"stages.1.batch_size": 256}, r"would change stages\.1\.batch_size from 512 to 256"),
         ({"data.channels": 1}, r"would change data\.channels from 3 to 1"),
         ({"encoder.width": 0.5}, r"would change encoder\.width"),
+        ({"data.columns.weight": "w"}, r"would change data\.columns\.weight from None to 'w'"),
     ],
 )
 def test_settings_that_affect_the_weights_may_not_change(
