@@ -77,15 +77,15 @@ def config_of(method: str) -> RunConfig:
 
 
 def batches(num_samples: int) -> Iterator[Views]:
-    """Yield random views for ever; each batch knows the ids of the next."""
+    """Yield random views for ever; each batch knows the ids of the next two."""
     rng = np.random.default_rng(0)
     view_a, view_b = torch.randn(2, BATCH, 3, 32, 32).unbind()
-    ids = rng.choice(num_samples, BATCH, replace=False)
+    coming = [rng.choice(num_samples, BATCH, replace=False) for _ in range(2)]
     while True:
-        next_ids = rng.choice(num_samples, BATCH, replace=False)
+        coming.append(rng.choice(num_samples, BATCH, replace=False))
+        ids = coming.pop(0)
         sample_id = torch.from_numpy(ids)
-        yield Views(view_a=view_a, view_b=view_b, sample_id=sample_id, ids=ids, next_ids=next_ids)
-        ids = next_ids
+        yield Views(view_a=view_a, view_b=view_b, sample_id=sample_id, ids=ids, next_ids=tuple(coming))
 
 
 def compare_steps(method: str, bank: Bank, sample_id: np.ndarray, options: argparse.Namespace) -> list[Line]:
@@ -129,7 +129,7 @@ def compare_steps(method: str, bank: Bank, sample_id: np.ndarray, options: argpa
 
 def compare_rows(bank: Bank, sample_id: np.ndarray, repeats: int) -> list[Line]:
     """Read and write slots by the actor, by the store, and by bare numpy."""
-    actor: Any = MemoryBankClient(bank, sample_id, max_staleness=0)
+    actor: Any = MemoryBankClient(bank, sample_id)
     store = MemoryBank(sample_id, DIM, seed=0)
     rows = np.random.default_rng(0).standard_normal((len(sample_id), DIM), np.float32)
     rng, numbers = np.random.default_rng(0), iter(range(10**9))
@@ -148,7 +148,7 @@ def compare_rows(bank: Bank, sample_id: np.ndarray, repeats: int) -> list[Line]:
     fresh = rng.standard_normal((BATCH, DIM), np.float32)
     reads = {"actor": actor.read, "store": store.read, "numpy": lambda slots: np.take(rows, slots, axis=0)}
     writes = {
-        "actor": lambda slots: actor.update(sample_id[slots], fresh, next(numbers)),
+        "actor": lambda slots: (actor.update(sample_id[slots], fresh, next(numbers)), actor.flush()),
         "store": lambda slots: store.update(sample_id[slots], fresh, next(numbers)),
         "numpy": lambda slots: rows.__setitem__(slots, fresh),
     }

@@ -2,13 +2,14 @@
 
     python benchmarks/scale.py [--json scale.json] [--picture docs/images/scale.png] [--quick]
         [--workers 1 2 4 ...] [--shards 1 4 16] [--rows 100000 ...] [--queue 65536] [--local-batch 64]
-        [--num-negatives 4096] [--dim 128] [--processes 8] [--blocks 5] [--steps 96] [--lose-steps 8]
+        [--num-negatives 4096] [--dim 128] [--processes 8] [--blocks 3] [--steps 8] [--lose-steps 8]
 
 Shards are Ray's actors as in training. Workers are real clients, a thread each, in ``--processes``
 actors; they do nothing between the bank's calls, so a step is the protocol's alone, and they keep
-abreast as a gather would. All share this machine's cores and talk through its loopback: a step's
-wall time is the sum of everybody's work, and only CPU time a call and bytes carry over to a cluster.
-``--steps`` are a block's, shared by the workers; ``--lose-steps`` those before the snapshot, twice as many after.
+abreast as a gather would. Every process makes the rows of all workers itself: messages between workers are not sent.
+``scale_store.py`` measures the rest of a worker's store. All share this machine's cores and talk through its loopback:
+a step's wall time is the sum of everybody's work, and only CPU time a call and bytes carry over to a cluster.
+``--steps`` are a block's; ``--lose-steps`` those before the snapshot, twice as many after.
 
 Each row follows from its sample and step, and read rows are checked: all ids, a sample of rows.
 The largest bank is filled, saved, and loses a shard half-way; then every row is checked.
@@ -16,7 +17,6 @@ The largest bank is filled, saved, and loses a shard half-way; then every row is
 
 import argparse
 import gc
-import math
 import os
 import tempfile
 import time
@@ -33,6 +33,7 @@ from scale_clients import ClientGroup, Work, add_up, join, process_seconds, run,
 from scale_drill import lose_a_shard, num_wrong_keys
 from scale_model import bank_payload, queue_payload
 from scale_report import draw, text
+from scale_store import measure_store
 
 from raycl.negatives.actor import BankActor
 from raycl.negatives.bank import Bank
@@ -43,6 +44,7 @@ from raycl.ray_runtime import init_ray
 
 ITEMSIZE = 2  # float16, as rows travel by default
 AT_REST_S = 2.0
+MAX_QUEUES = 64
 SIDES = {"memory_bank": "bank", "queue": "queue"}
 
 
@@ -97,7 +99,7 @@ def measure(groups: list[Any], bank: Bank, work: Work, options: argparse.Namespa
     """Measure one number of workers with one bank; a queue must be new or restored."""
     active, join_s = join(groups, bank, work)
     pids = [connection.ask(BankActor.info).pid for connection in bank.connections()]
-    num_steps, workers = max(2, math.ceil(options.steps / work.num_workers)), work.num_workers
+    num_steps, workers = options.steps, work.num_workers
     run(active, 0, 2)
     shard_clock, client_clock = CpuClock(pids), CpuClock(ray.get([group.pid.remote() for group in active]))
     threads = [thread_seconds(pid) for pid in pids]
@@ -108,30 +110,51 @@ def measure(groups: list[Any], bank: Bank, work: Work, options: argparse.Namespa
     last = 2 + options.blocks * num_steps
     _, counted = run(active, last, 2, keeps_answers=True)
     ray.get([group.flush.remote() for group in active])
-    total, made = add_up(spent for _, spent in blocks), options.blocks * num_steps * workers
-    calls = total.num_calls
+    total, made = add_up(spent for _, spent in blocks), options.blocks * num_steps
+    calls, shards = total.num_calls, bank.spec.num_shards
+    num_rows = 2 * work.batch_size + work.num_negatives if work.kind == "memory_bank" else work.batch_size
     return {
         "side": SIDES[work.kind],
         "workers": workers,
-        "shards": bank.spec.num_shards,
+        "shards": shards,
         "rows": work.num_rows,
         "step_ms": summarize([1e3 * wall / num_steps for wall, _ in blocks]),
-        "cpu_ms": 1e3 * (shard_s + client_s) * workers / made,
-        "calls_a_step": calls / made,
-        "rows_a_call": (2 * work.local_batch + work.num_negatives) * made / calls,
+        "cpu_ms": 1e3 * (shard_s + client_s) / made,
+        "calls_a_shard": calls / made / shards,
+        "rows_a_call": num_rows * made / calls,
         "shard_us": 1e6 * shard_s / calls,
         "thread_us": 1e6 * thread_s / calls,
         "client_us": 1e6 * client_s / calls,
-        "waited_ms": 1e3 * total.waited_s / made,
+        "waited_ms": 1e3 * total.waited_s / made / min(workers, shards),
         "join_s": join_s,
-        "sent": counted.sent / 2 / workers,
-        "received": counted.received / 2 / workers,
+        "sent": counted.sent / 2,
+        "received": counted.received / 2,
+        **payload(work),
         "tcp_sent": total.tcp_sent / made,
         "tcp_received": total.tcp_received / made,
         "shard_mb": summarize(list(map(private_mb, pids))),
         "plan_mb": bank.spec.bytes_of(0) / 1e6,
         "wrong": total.num_wrong + counted.num_wrong + num_wrong_keys(bank, work, last + 2),
     }
+
+
+def payload(work: Work) -> dict[str, int]:
+    """Return the bytes of a step's calls by the formulas."""
+    if work.kind == "queue":
+        model = queue_payload(work.batch_size, work.dim, itemsize=ITEMSIZE)
+    else:
+        model = bank_payload(work.batch_size, work.num_negatives, work.dim, itemsize=ITEMSIZE)
+    return {f"model_{name}": value for name, value in model._asdict().items()}
+
+
+def measure_stores(bank: Bank, work: Work, options: argparse.Namespace) -> list[Line]:
+    """Measure the store of a worker that calls a shard, and of one that calls none, if there is one."""
+    ranks = sorted({0, work.num_workers - 1})
+    return [
+        measure_store(bank, work, rank, num_steps=4 + options.steps, pause_s=options.pause_s)
+        for rank in ranks
+        if rank == 0 or rank >= bank.spec.num_shards
+    ]
 
 
 def plan_cells(options: argparse.Namespace) -> list[tuple[str, int, int, list[int]]]:
@@ -143,12 +166,16 @@ def plan_cells(options: argparse.Namespace) -> list[tuple[str, int, int, list[in
         for rows in options.rows
         if rows != middle
     ]
-    return [*banks, ("queue", 1, options.queue, options.workers[::2])]
+    # Every worker has the whole queue: few fit into one machine.
+    return [*banks, ("queue", 1, options.queue, [each for each in options.workers if each <= MAX_QUEUES])]
 
 
-def measure_all(groups: list[Any], options: argparse.Namespace) -> tuple[list[Line], dict[str, Any]]:
-    """Measure every cell, and lose a shard of the largest bank; return the lines, and what was lost."""
+def measure_all(
+    groups: list[Any], options: argparse.Namespace
+) -> tuple[list[Line], list[Line], dict[str, Any]]:
+    """Measure every cell, and lose a shard of the largest bank; return lines, stores, and what was lost."""
     lines: list[Line] = []
+    of_stores: list[Line] = []
     lost: dict[str, Any] = {}
     plan = plan_cells(options)
     total = sum(len(numbers) for *_, numbers in plan)
@@ -161,24 +188,30 @@ def measure_all(groups: list[Any], options: argparse.Namespace) -> tuple[list[Li
                 for num_workers in numbers:
                     if kind == "queue":
                         bank.restore(0)  # its rows are numbered
-                    lines.append(measure(groups, bank, replace(usual, num_workers=num_workers), options))
+                    work = replace(usual, num_workers=num_workers)
+                    lines.append(measure(groups, bank, work, options))
+                    if (kind, shards, rows) == ("memory_bank", max(options.shards), min(options.rows)):
+                        bank.restore(0)
+                        of_stores += measure_stores(bank, work, options)
+                        bank.restore(0)
                 if (kind, shards, rows) == ("memory_bank", max(options.shards), max(options.rows)):
                     most = replace(usual, num_workers=max(numbers))
                     lost = lose_a_shard(groups, bank, most, options.lose_steps)
-    return lines, lost
+    return lines, of_stores, lost
 
 
 def read_options() -> argparse.Namespace:
-    numbers: dict[str, Any] = {"workers": [1, 2, 4, 8, 16, 32, 64], "shards": [1, 4, 16]}
+    numbers: dict[str, Any] = {"workers": [1, 4, 16, 64, 256, 1_024], "shards": [1, 4, 16]}
     numbers["rows"] = [100_000, 1_000_000, 10_000_000]
     sizes: dict[str, Any] = {
         "queue": 65_536,
-        "local_batch": 64,
+        "local_batch": 32,
         "num_negatives": 4_096,
         "dim": 128,
         "processes": 8,
+        "pause_s": 0.2,
     }
-    steps: dict[str, Any] = {"blocks": 5, "steps": 96, "lose_steps": 8}
+    steps: dict[str, Any] = {"blocks": 3, "steps": 8, "lose_steps": 8}
     options = make_parser(__doc__, picture=None, quick=False, **numbers, **sizes, **steps).parse_args()
     if options.quick:
         options.workers, options.shards, options.rows = [1, 2, 4], [1, 2], [10_000, 30_000, 100_000]
@@ -190,17 +223,13 @@ def main() -> None:
     options = read_options()
     began = time.monotonic()
     init_ray(os.environ.get("RAY_ADDRESS") or "local")
-    batch, dim = options.local_batch, options.dim
-    model = {
-        "bank": bank_payload(batch, options.num_negatives, dim, itemsize=ITEMSIZE)._asdict(),
-        "queue": queue_payload(batch, dim, itemsize=ITEMSIZE)._asdict(),
-    }
     make_group: Any = ray.remote(num_cpus=0)(ClientGroup)
-    lines, lost = measure_all([make_group.remote() for _ in range(options.processes)], options)
+    groups = [make_group.remote() for _ in range(options.processes)]
+    lines, of_stores, lost = measure_all(groups, options)
     more = {"lost_shard": lost, "seconds": time.monotonic() - began}
-    report(options, lines, text(lines, **more), model=model, **more)
+    report(options, lines, text(lines, of_stores, **more), stores=of_stores, **more)
     if options.picture:
-        draw(lines, model, Path(options.picture))
+        draw(lines, of_stores, Path(options.picture))
     ray.shutdown()
 
 

@@ -24,7 +24,7 @@ import numpy as np
 import ray
 
 from raycl.negatives.bank import Bank
-from raycl.negatives.client import MemoryBankClient, QueueClient
+from raycl.negatives.client import MemoryBankClient, Part, QueueClient
 from raycl.negatives.store import Negatives
 
 NUM_PATTERNS = 4_096
@@ -180,6 +180,8 @@ class ClientGroup:
         """Make the clients of these ranks; return the seconds that one took."""
         self._work, self._patterns, self._ranks = work, work.patterns(), ranks
         self._batch = self._patterns[:0], np.empty(0, np.int64)
+        self._asked = self._asks = np.empty(0, np.int64)
+        self._first_slots = bank.spec.first_slots.tolist()
         self._actors = [[CountedActor(actor) for actor in bank.actors] for _ in ranks]
         since = time.perf_counter()
         self._clients: list[Any] = []
@@ -188,22 +190,28 @@ class ClientGroup:
             if work.kind == "queue":
                 self._clients.append(QueueClient(counted, rank=rank))
             else:
-                self._clients.append(MemoryBankClient(counted, np.arange(work.num_rows), rank=rank))
+                size: dict[str, Any] = {"rank": rank, "num_workers": work.num_workers}
+                self._clients.append(MemoryBankClient(counted, np.arange(work.num_rows), **size))
                 # The ids of one process's clients are held once: a real worker has a process of its own.
                 self._clients[-1]._samples = self._clients[0]._samples
         return (time.perf_counter() - since) / max(len(ranks), 1)
 
     def fill(self) -> None:
-        """Give this group's share of the samples their first rows, in the order of slots."""
+        """Give the shards of this group their first rows, in the order of slots."""
         work = self._work
         for rank, client in zip(self._ranks, self._clients, strict=True):
-            first, stop = (each * work.num_rows // work.num_workers for each in (rank, rank + 1))
-            for start in range(first, stop, _FILLED_A_CALL):
-                ids = np.arange(start, min(start + _FILLED_A_CALL, stop))
-                client.initialize(ids, self._patterns[pattern_of(ids, -1)])
+            for shard in range(rank, len(self._first_slots) - 1, work.num_workers):
+                first, stop = self._first_slots[shard : shard + 2]
+                for start in range(first, stop, _FILLED_A_CALL):
+                    ids = np.arange(start, min(start + _FILLED_A_CALL, stop))
+                    client.initialize(ids, self._patterns[pattern_of(ids, -1)])
 
     def run(self, first_step: int, num_steps: int, *, keeps_answers: bool = False) -> Spent:
         """Make steps, all threads abreast; every step's rows are looked at."""
+        if self._work.kind == "memory_bank":
+            self._asks = self._slots(first_step + 1)
+            for client in self._clients:
+                client.ask(self._asks)  # the question of the step before the first
         for each in itertools.chain(*self._actors):
             each.forget()
             each.keeps_answers = keeps_answers
@@ -244,14 +252,15 @@ class ClientGroup:
         return sum(client.restarts for client in self._clients)
 
     def _prepare(self, first_step: int) -> Callable[[], None]:
-        """Return the work of one step: the batch of all workers, as after a gather."""
+        """Return the work of one step: the batch of all workers, which every process makes instead of gathering it."""
         numbers = itertools.count(first_step)
 
         def prepare() -> None:
             step = next(numbers)
-            if self._work.kind == "queue":
-                ids = self._work.ids(step)
-                self._batch = self._patterns[pattern_of(ids, step)], ids
+            ids = self._work.ids(step)
+            self._batch = self._patterns[pattern_of(ids, step)], ids
+            if self._work.kind == "memory_bank":
+                self._asked, self._asks = self._asks, self._slots(step + 2)
 
         return prepare
 
@@ -260,27 +269,23 @@ class ClientGroup:
         return 0
 
     def _bank_step(self, place: int, step: int) -> int:
-        """Lend and take, as training's store does."""
-        client = self._clients[place]
-        own = self._ids(place, step)
-        slots = self._slots(client, own, step)
-        read = client.read(slots)
-        client.prefetch(self._slots(client, self._ids(place, step + 1), step + 1))
-        client.update(own, self._patterns[pattern_of(own, step)], step)
-        return self._check(read, slots, step)
+        """Write this step's rows, receive the next step's, and ask for those of the step after, as a group does."""
+        client, (rows, ids) = self._clients[place], self._batch
+        client.update(ids, rows, step)
+        part = client.answer()
+        client.ask(self._asks)
+        return self._check(part, self._asked[part.positions], step)
 
-    def _ids(self, place: int, step: int) -> np.ndarray:
-        return self._work.ids(step, slice(self._ranks[place], self._ranks[place] + 1))
+    def _slots(self, step: int) -> np.ndarray:
+        """Return the slots that all workers read in a step: their own, and the drawn ones."""
+        client = self._clients[0]
+        drawn = client.draw(self._work.num_negatives, step=step)
+        return np.concatenate([client.slots_of(self._work.ids(step)), drawn])
 
-    def _slots(self, client: MemoryBankClient, ids: np.ndarray, step: int) -> np.ndarray:
-        return np.concatenate([client.slots_of(ids), client.draw(self._work.num_negatives, step=step)])
-
-    def _check(self, read: Negatives, slots: np.ndarray, step: int) -> int:
-        """Count strangers among the ids, and wrong ones among some of the rows that were written."""
-        some = np.random.default_rng(step).choice(len(read), min(_NUM_CHECKED, len(read)), replace=False)
-        some = some[read.step[some] >= 0]
-        written = Negatives(read.rows[some], read.sample_id[some], read.step[some])
-        return int((read.sample_id != slots).sum()) + num_wrong(written, self._patterns)
+    def _check(self, part: Part, ids: np.ndarray, step: int) -> int:
+        """Count wrong rows among some of those that were written; slots are numbered as ids are."""
+        some = np.random.default_rng(step).permutation(np.flatnonzero(part.step >= 0))[:_NUM_CHECKED]
+        return num_wrong(Negatives(part.rows[some], ids[some], part.step[some]), self._patterns)
 
     def _waited_s(self) -> float:
         return sum(client.waited_s for client in self._clients)

@@ -10,7 +10,7 @@ _ID = 8  # bytes of an id, a step or a slot: all int64
 
 
 class Payload(NamedTuple):
-    """Bytes of the arrays in the messages of one worker and one step."""
+    """Bytes of the arrays in the calls of one step."""
 
     sent: int
     received: int
@@ -44,14 +44,25 @@ def queue_payload(local_batch: int, dim: int, *, itemsize: int) -> Payload:
     return Payload(sent=local_batch * (dim * itemsize + 2 * _ID), received=0)
 
 
-def bank_payload(local_batch: int, num_negatives: int, dim: int, *, itemsize: int) -> Payload:
-    """Return what reading own and drawn slots and updating the own ones takes.
+def bank_payload(batch_size: int, num_negatives: int, dim: int, *, itemsize: int) -> Payload:
+    """Return the bytes of a step's calls to all shards: each row is read and written once for all workers.
 
     Sent: the slots asked for, and the updates with their ids. Received: rows with their steps.
     """
-    asked = local_batch + num_negatives
+    asked = batch_size + num_negatives
     row = dim * itemsize + _ID
-    return Payload(sent=asked * _ID + local_batch * row, received=asked * row)
+    return Payload(sent=asked * _ID + batch_size * row, received=asked * row)
+
+
+def group_bytes(num_workers: int, batch_size: int, num_negatives: int, dim: int, *, itemsize: int) -> float:
+    """Return what a worker receives from the others for a step: slots, new rows, own rows and drawn rows.
+
+    Slots, new rows with their ids, and drawn rows with their steps are gathered. Own rows, and a share of the drawn
+    ones, come from the workers that called the shards, which may be this one.
+    """
+    row = dim * itemsize + _ID
+    gathered = batch_size * (_ID + row) + num_negatives * row
+    return (num_workers - 1) / num_workers * gathered + (batch_size + num_negatives) / num_workers * row
 
 
 def bank_memory(num_rows: int, dim: int, *, itemsize: int) -> int:

@@ -23,18 +23,30 @@ TITLES = {
     "rows": "rows",
     "cpu_ms": "CPU of a step, ms",
     "step_ms": "step, ms (least-most)",
-    "calls_a_step": "calls a step and worker",
+    "calls_a_shard": "calls a shard and step",
+    "rows_a_call": "rows a call",
     "shard_us": "shard's CPU a call, µs",
     "thread_us": "its busiest thread's, µs",
     "client_us": "client's, µs",
     "waited_ms": "blocked a step, ms",
     "received": "received, bytes",
+    "model_received": "model",
     "tcp_received": "received by TCP",
     "sent": "sent, bytes",
+    "model_sent": "model",
     "tcp_sent": "sent by TCP",
     "shard_mb": "MB of a shard",
     "plan_mb": "planned",
     "wrong": "wrong",
+}
+WORKERS = {"calls a shard": "a worker that calls a shard", "calls none": "a worker that calls none"}
+STORES = {
+    "workers": "workers",
+    "worker": "a worker that",
+    "thread_cpu": "CPU of its store, ms",
+    "process_cpu": "CPU of its process, ms",
+    "wall": "wall time, ms",
+    "waited": "waited, ms",
 }
 
 
@@ -91,22 +103,37 @@ def fit(lines: Sequence[Line]) -> dict[str, Any]:
     return {"exponents": exponents, "price_of_a_call": prices}
 
 
-def text(lines: Sequence[Line], **more: Any) -> str:
-    """Return the table, and what else was found."""
-    return table(lines, **TITLES) + "\n\n" + json.dumps({"fits": fit(lines), **more}, indent=2)
+def text(lines: Sequence[Line], of_stores: Sequence[Line], **more: Any) -> str:
+    """Return the tables, and what else was found."""
+    tables = table(lines, **TITLES), table(of_stores, **STORES)
+    return "\n\n".join([*tables, json.dumps({"fits": fit(lines), **more}, indent=2)])
 
 
-def draw(lines: Sequence[Line], model: dict[str, dict[str, int]], path: Path) -> None:
+def draw(lines: Sequence[Line], of_stores: Sequence[Line], path: Path) -> None:
     """Draw four panels into a file."""
-    figure, (of_workers, of_rows, of_calls, of_bytes) = panels(2, 2, 9.0, 6.8)
-    for axes, name, label in ((of_workers, "workers", "workers W"), (of_rows, "rows", "rows of the bank")):
-        for number, (title, _, each) in enumerate(each for each in groups(lines) if each[1] == name):
-            x, y = zip(*((line[name], line["cpu_ms"]) for line in each), strict=True)
-            axes.plot(x, y, "o-", color=f"C{number}", ms=4, label=f"{title}: power {slope(each, name):.2f}")
-        as_logs(axes, label, "CPU of a step, ms, all together")
+    figure, (of_workers, stores, of_calls, of_bytes) = panels(2, 2, 9.0, 6.8)
+    most = max(values(some(lines, side="bank"), "shards"))
+    for number, shards in enumerate(values(some(lines, side="bank"), "shards")):
+        each = sorted(some(lines, side="bank", shards=shards), key=lambda line: line["workers"])
+        x, y = zip(*((line["workers"], line["calls_a_shard"]) for line in each), strict=True)
+        label = f"{shards} shard{'s' * (shards > 1)}"
+        of_workers.plot(x, y, "o-", color=f"C{number}", ms=7 - 2 * number, label=label)
+    x = np.array(values(some(lines, side="bank"), "workers"))
+    of_workers.plot(x, x, "--", color=FAINT, label="one call from each worker")
+    as_logs(of_workers, "workers W", "calls to a shard in a step")
+    for color, (worker, label) in zip((ORANGE, BLUES[2]), WORKERS.items(), strict=True):
+        own = some(of_stores, worker=worker)
+        stores.plot(
+            *zip(*((line["workers"], line["thread_cpu"]) for line in own), strict=True),
+            "o-",
+            ms=4,
+            color=color,
+            label=label,
+        )
+    as_logs(stores, f"workers W, {most} shards", "CPU of a worker's store in a step, ms")
     draw_calls(of_calls, some(lines, side="bank"))
-    draw_bytes(of_bytes, lines, model)
-    for axes in (of_workers, of_rows, of_calls, of_bytes):
+    draw_bytes(of_bytes, lines)
+    for axes in (of_workers, stores, of_calls, of_bytes):
         axes.legend(fontsize=7, frameon=False)
         axes.grid(alpha=0.25, lw=0.6)
     save(figure, path)
@@ -128,15 +155,15 @@ def draw_calls(axes: Axes, lines: Sequence[Line]) -> None:
     as_logs(axes, "rows asked and written in a call", "CPU a call, µs")
 
 
-def draw_bytes(axes: Axes, lines: Sequence[Line], model: dict[str, dict[str, int]]) -> None:
-    """Bytes of a step and worker: the model, counted in messages, and on the network."""
+def draw_bytes(axes: Axes, lines: Sequence[Line]) -> None:
+    """Bytes of a step's calls: the model, counted in messages, and on the network."""
     bars = {"bank": ("sent", "received"), "queue": ("sent",)}
     most = {
         side: max(some(lines, side=side), key=lambda line: (line["shards"], line["workers"])) for side in bars
     }
     places = [(side, way) for side, ways in bars.items() for way in ways]
     kinds = {
-        "model": [model[side][way] for side, way in places],
+        "model": [most[side][f"model_{way}"] for side, way in places],
         "arrays in messages": [most[side][way] for side, way in places],
         "TCP, as the kernel counts": [most[side][f"tcp_{way}"] for side, way in places],
     }
@@ -147,7 +174,9 @@ def draw_bytes(axes: Axes, lines: Sequence[Line], model: dict[str, dict[str, int
             bar = axes.bar(at + 0.27 * (number - 1), size / 1e3, 0.25, color=color, label="" if at else label)
             axes.bar_label(bar, [f"{size / 1e3:,.0f}"], fontsize=7, color=INK)
     most_bytes = max(size for sizes in kinds.values() for size in sizes)
-    axes.set(yscale="log", ylabel="KB a step and worker", ylim=(5, 20 * most_bytes / 1e3))  # below the legend
+    axes.set(
+        yscale="log", ylabel="KB a step, all workers", ylim=(5, 20 * most_bytes / 1e3)
+    )  # below the legend
     axes.set_xticks(range(len(places)), [f"{side},\n{way}" for side, way in places])
 
 
@@ -157,8 +186,8 @@ def main() -> None:
     parser.add_argument("picture", type=Path)
     options = parser.parse_args()
     found = json.loads(options.result.read_text())
-    print(text(found["lines"]))
-    draw(found["lines"], found["model"], options.picture)
+    print(text(found["lines"], found["stores"]))
+    draw(found["lines"], found["stores"], options.picture)
 
 
 if __name__ == "__main__":

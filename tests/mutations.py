@@ -500,8 +500,8 @@ MUTATIONS = [
     Mutation(
         "the age of bank rows includes unwritten slots",
         "raycl/training/stores.py",
-        "self._fetched_step[self._fetched_step >= 0]",
-        "self._fetched_step",
+        "_ages(fetched[fetched >= 0], step)",
+        "_ages(fetched, step)",
         "tests/test_training_stores.py",
     ),
     Mutation(
@@ -524,6 +524,20 @@ MUTATIONS = [
         "        while incarnation != self._actor.incarnation:\n",
         "        while not incarnation:\n",
         "tests/test_bank_faults.py",
+    ),
+    Mutation(
+        "a worker that calls a shard sends its rows in the order of slots instead of receivers",
+        "raycl/training/group_bank.py",
+        'order = np.argsort(receivers, kind="stable")',
+        "order = np.arange(len(receivers))",
+        "tests/workers/test_group_bank.py",
+    ),
+    Mutation(
+        "the slots of the step after the next are drawn for the next step",
+        "raycl/training/group_bank.py",
+        "            self._ask(self._own_slots, step + 2)\n",
+        "            self._ask(self._own_slots, step + 1)\n",
+        "tests/workers/test_group_bank.py",
     ),
     Mutation(
         "a repeated update is applied twice",

@@ -56,6 +56,7 @@ def pretend_nccl(num_workers: int, *, id_distance: int, rank: int = 0) -> Iterat
         "all_gather_into_tensor": all_gather,
         "all_gather_single": all_gather,
         "reduce_scatter_tensor": reduce_scatter,
+        "all_to_all_single": _all_to_all,
         "batch_isend_irecv": exchange,
         "P2POp": lambda op, tensor, peer: mock.Mock(op=op, tensor=tensor),
     }
@@ -66,6 +67,13 @@ def pretend_nccl(num_workers: int, *, id_distance: int, rank: int = 0) -> Iterat
             yield
     finally:
         dist.destroy_process_group()
+
+
+def _all_to_all(out: Tensor, own: Tensor, received: list[int], *_: Any, **__: Any) -> mock.Mock:
+    """Receive the rows that this worker sends, as often as needed."""
+    _check(out, own)
+    out.copy_(own[torch.arange(sum(received), device=own.device) % len(own)])
+    return mock.Mock()
 
 
 def _check(*tensors: Tensor) -> None:

@@ -256,14 +256,14 @@ def test_a_memory_bank_restored_from_increments_has_the_rows_of_a_full_copy_and_
     spec = a_spec("memory_bank", tmp_path_factory.mktemp("bank"), num_shards=num_shards, dtype=dtype)
     cluster, bank = Cluster(spec, fates), MemoryBank(IDS, DIM, seed=0, dtype=dtype)
     deaths = Deaths(cluster, bank)
-    client = MemoryBankClient(cluster.bank, IDS, max_staleness=0)
+    client = MemoryBankClient(cluster.bank, IDS)
     for step, action in enumerate(actions, start=1):
         if action == "save":
             client.save(step)
         elif action == "restore":
             steps = sorted({saved for saved, _ in deaths.saved})
             cluster.bank.restore(steps[step % len(steps)])
-            client = MemoryBankClient(cluster.bank, IDS, max_staleness=0)
+            client = MemoryBankClient(cluster.bank, IDS)
         elif action == "prune":
             kept = {0, *sorted({saved for saved, _ in deaths.saved})[step % 2 :: 2], read_current(spec).step}
             cluster.bank.prune(sorted(kept))
@@ -275,6 +275,7 @@ def test_a_memory_bank_restored_from_increments_has_the_rows_of_a_full_copy_and_
         else:
             rows, choice = a_batch(action, step)
             client.update(IDS[choice % 7], rows, step)
+            client.flush()
             bank.update(IDS[choice % 7], as_sent(rows, spec), step)
     cluster.heal()
     assert all_rows(cluster, client) == rows_of(bank.negatives())
@@ -291,13 +292,14 @@ def test_every_question_is_answered_and_right_while_shards_die_20_times(
     monkeypatch.setattr("raycl.negatives.bank.actor_facts", lambda actor: facts)
     cluster = Cluster(a_spec("memory_bank", tmp_path, num_shards=3))
     bank, random = MemoryBank(IDS, DIM, seed=0), np.random.default_rng(0)
-    deaths, client = Deaths(cluster, bank), MemoryBankClient(cluster.bank, IDS, max_staleness=0)
+    deaths, client = Deaths(cluster, bank), MemoryBankClient(cluster.bank, IDS)
     step = 0
     while deaths.num_deaths < 20:
         cluster.heal()
         step += 1
         rows, choice = a_batch(3, step)
         client.update(IDS[choice % 7], rows, step)
+        client.flush()
         bank.update(IDS[choice % 7], rows, step)
         if step % 3 == 0:
             client.save(step)
@@ -348,7 +350,7 @@ def test_a_snapshot_that_fails_at_any_moment_leaves_the_previous_one_and_the_nex
     num_moments = 3 * 4
     for fails_at in range(1, num_moments + 2):
         cluster = Cluster(a_spec("memory_bank", tmp_path / str(fails_at), num_shards=2))
-        client, seen = MemoryBankClient(cluster.bank, IDS, max_staleness=0), {}
+        client, seen = MemoryBankClient(cluster.bank, IDS), {}
         for step in (1, 2, 3):
             client.update(IDS[step : step + 2], a_batch(2, step)[0], step)
             seen[step] = all_rows(cluster, client)
@@ -386,46 +388,52 @@ def test_late_updates_arrive_once_and_in_order_despite_lost_calls(
     )
     cluster, bank = Cluster(spec, fates), MemoryBank(IDS, DIM, seed=0)
     client = MemoryBankClient(cluster.bank, IDS)
-    for step, (size, is_prefetched) in enumerate(steps):
+    for step, (size, is_asked_early) in enumerate(steps):
         slots = client.draw(4, step=step)
-        if is_prefetched:
-            client.prefetch(slots)
+        expected = bank.read(slots)
+        if is_asked_early:
+            client.ask(slots)
         rows, choice = a_batch(size, step)
         client.update(IDS[choice % 7], rows, step)
         bank.update(IDS[choice % 7], as_sent(rows, spec), step)
-        read, expected = client.read(slots), bank.read(slots)
-        assert read.sample_id.tolist() == expected.sample_id.tolist()
-        if not is_prefetched:
-            assert read.rows.tolist() == expected.rows.astype(spec.sent_dtype).tolist()
-            assert read.step.tolist() == expected.step.tolist()
+        if not is_asked_early:
+            client.ask(slots)
+            expected = bank.read(slots)
+        part = client.answer()
+        assert part.positions.tolist() == [0, 1, 2, 3]
+        assert part.rows.tolist() == expected.rows.astype(spec.sent_dtype).tolist()
+        assert part.step.tolist() == expected.step.tolist()
+        assert client.ids_at(slots).tolist() == expected.sample_id.tolist()
     assert all_rows(cluster, client) == rows_of(bank.negatives())
 
 
-def test_prefetched_rows_miss_later_updates_and_stale_rows_are_refetched(tmp_path: Path) -> None:
-    spec, slots = a_spec("memory_bank", tmp_path), np.arange(7)
-    updates = [(IDS[:3], a_batch(3, step)[0], step) for step in range(3)]
-    for max_staleness, lags in ((0, (0, 0)), (1, (1, 0))):
-        cluster, bank = Cluster(spec), MemoryBank(IDS, DIM, seed=0)
-        client = MemoryBankClient(cluster.bank, IDS, max_staleness=max_staleness)
-        for num_updates, lag in enumerate(lags, start=1):
-            seen = [rows_of(bank.read(slots))]
-            client.prefetch(slots)
-            for update in updates[:num_updates]:
-                client.update(*update)
-                bank.update(*update)
-                seen.append(rows_of(bank.read(slots)))
-            assert rows_of(client.read(slots)) == seen[-1 - lag]
-        assert rows_of(client.read(client.slots_of(IDS[:2]))) == rows_of(bank.get(IDS[:2]))
-
-
-def test_flush_drops_prefetched_rows(tmp_path: Path) -> None:
-    client = MemoryBankClient(Cluster(a_spec("memory_bank", tmp_path)).bank, IDS)
-    bank = MemoryBank(IDS, DIM, seed=0)
-    client.prefetch(np.arange(7))
-    for store in (client, bank):
-        store.update(IDS[:3], a_batch(3, 0)[0], 0)
-    client.flush()
-    assert rows_of(client.read(np.arange(7))) == rows_of(bank.read(np.arange(7)))
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
+def test_each_shard_is_called_by_one_worker_of_the_group_with_the_rows_of_all(
+    tmp_path: Path, num_workers: int
+) -> None:
+    cluster, bank = Cluster(a_spec("memory_bank", tmp_path, num_shards=3)), MemoryBank(IDS, DIM, seed=0)
+    calls: list[int] = []
+    for actor in cluster.actors:
+        actor.on_call = lambda actor, method, _: calls.append(actor.shard) if method == "push_pull" else None
+    group = [
+        MemoryBankClient(cluster.bank, IDS, rank=rank, num_workers=num_workers) for rank in range(num_workers)
+    ]
+    for step in range(3):
+        rows, choice = a_batch(20, step)
+        bank.update(IDS[choice % 7], rows, step)
+        slots = np.concatenate([np.arange(7), bank.draw(4, step=step)])
+        for client in group:
+            client.update(IDS[choice % 7], rows, step)
+            client.ask(slots)
+        parts = [client.answer() for client in group]
+        for rank, part in enumerate(parts):
+            assert part.positions.tolist() == np.flatnonzero(group[0].callers_of(slots) == rank).tolist()
+            assert part.rows.tolist() == bank.read(slots[part.positions]).rows.tolist()
+        assert sorted(np.concatenate([part.positions for part in parts])) == list(range(11))
+    assert sorted(calls) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    for client in group:
+        client.flush()
+    assert rows_of(cluster.bank.negatives()) == rows_of(bank.negatives())
 
 
 def test_callers_may_overwrite_passed_and_returned_arrays_immediately(tmp_path: Path) -> None:
@@ -437,7 +445,7 @@ def test_callers_may_overwrite_passed_and_returned_arrays_immediately(tmp_path: 
     bank.update(ids, rows, 0)
     queue.push(rows, ids, 0)
     slots_client.update(ids, rows, 0)
-    slots_client.prefetch(slots)
+    slots_client.ask(slots)
     keys.push(rows, ids, 0)
     rows[:], ids[:], slots[:] = 9, 9, 9
     for array in slots_client.read(np.arange(7)).arrays():
@@ -520,7 +528,7 @@ def test_restoring_a_step_without_a_snapshot_leaves_the_bank_unchanged(tmp_path:
     ("make", "message"),
     [
         (lambda client: client.read(np.array([3, 7, -1])), "slots -1, 7 are not here: these are 0 to 6"),
-        (lambda client: client.prefetch(np.array([7])), "slots 7 are not here"),
+        (lambda client: client.ask(np.array([7])), "slots 7 are not here"),
         (lambda client: client.slots_of(np.array([4])), "no slot for the samples 4"),
         (lambda client: client.update(IDS[:2], np.full((2, DIM), np.nan), 0), "not embeddings"),
         (lambda client: client.update(IDS[:2], np.ones((3, DIM)), 0), "3 rows came with 2 ids"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from raycl.config.overrides import override
 from raycl.data.in_memory import Batch
 from raycl.evaluation.embed import ROWS_AHEAD, embed
 from raycl.models.build import complete_spec, encoder_specs
@@ -16,8 +17,20 @@ from raycl.models.encoder_io import ImageEncoder, TextEncoder
 from raycl.storage import Place
 from raycl.tokenization import Vocabulary
 from raycl.training.evaluators import KnnEvaluator, RetrievalEvaluator, SnapshotWriter
+from raycl.training.stores import bank_spec, build_store
 from tests.pretend_gpu import CPU, CUDA, is_on_device
-from tests.pretended_steps import CASES, PARTS, Worker, batch, count, on_host, pretended
+from tests.pretended_steps import (
+    CASES,
+    NUM_SAMPLES,
+    PARTS,
+    Worker,
+    batch,
+    configuration,
+    count,
+    on_host,
+    pretended,
+)
+from tests.shards import bank_in_process
 
 # Written by `python -m tests.pretended_steps --json`; other versions of torch may launch other kernels.
 COUNTS = json.loads((Path(__file__).parent / "pretended_counts.json").read_text())
@@ -43,6 +56,23 @@ def test_a_step_waits_and_launches_no_more_than_recorded(name: str, workers: int
         expected = torch.cat([(b - a).flatten() for a, b in zip(before, after, strict=True)])
         came = torch.cat([(b - a).flatten() for a, b in zip(before, found.weights, strict=True)])
         assert (came - expected).norm() < error * expected.norm()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_bank_in_actors_adds_no_wait_once_its_rows_are_prefetched(tmp_path: Path, workers: int) -> None:
+    case = CASES["instance_discrimination"]
+    config = configuration(case, workers)
+    config = override(config, {"bank.location": "actor", "bank.shards": 2})
+    spec = bank_spec(config, output=str(tmp_path), name="bank", num_samples=NUM_SAMPLES)
+    with pretended(workers) as trace, bank_in_process(spec) as bank:
+        worker = Worker(case, workers)
+        worker.store = build_store(config, bank, np.arange(NUM_SAMPLES), CUDA)
+        waits = []
+        for step, views in enumerate(worker.maker.views(worker.batches(6))):
+            trace.clear()
+            worker.step(views, step)
+            waits.append(trace.waits.total())
+    assert waits[1:] == [COUNTS[f"{case.recipe}|{workers}"]["step"][0]] * 5, waits
 
 
 @pytest.mark.parametrize(("name", "most"), [("simclr", (4, 8)), ("moco_v2", (4, 8))])

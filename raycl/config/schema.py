@@ -440,9 +440,8 @@ class BankConfig(Section):
     """Whether the bank stays alive after the run."""
 
     max_staleness: Annotated[int, Field(ge=0, le=1)] = 1
-    """1 reads a memory bank one step ahead: workers never wait, rows travel as float16, and a read misses
-    this worker's writes of the previous step and other workers' of up to two. 0 waits, and rows keep their
-    dtype.
+    """1 reads a memory bank one step ahead: workers do not wait for a shard that answers within a step, rows travel as
+    float16, and a read lacks the updates of the previous step. 0 waits, and rows keep their dtype.
     """
 
     dtype: Literal["float32", "float16"] = "float32"

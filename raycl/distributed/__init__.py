@@ -2,6 +2,7 @@
 
 from raycl.distributed.collectives import (
     RingTransfer,
+    RowExchange,
     all_agree,
     all_sum,
     average_,
@@ -20,6 +21,7 @@ from raycl.distributed.collectives import (
 
 __all__ = [
     "RingTransfer",
+    "RowExchange",
     "all_agree",
     "all_sum",
     "average_",

@@ -138,6 +138,35 @@ class RingTransfer:
         return self._received
 
 
+@final
+class RowExchange:
+    """Rows on their way from each worker to some of the others; collective."""
+
+    def __init__(self, rows: Tensor, *, sent: Sequence[int], received: Sequence[int]) -> None:
+        """Start to send ``rows`` [num_rows, ...], which are in the order of their receivers.
+
+        Args:
+            rows: They must not change before the rows of this worker have arrived.
+            sent: The number of rows for each worker.
+            received: The number of rows from each worker.
+        """
+        # A reference keeps the rows alive until they are sent.
+        self._sent, self._work = rows.contiguous(), None
+        self._received = self._sent
+        if num_workers() > 1:
+            self._received = rows.new_empty(sum(received), *rows.shape[1:])
+            self._work = dist.all_to_all_single(
+                self._received, self._sent, list(received), list(sent), async_op=True
+            )
+
+    def arrived(self) -> Tensor:
+        """Wait for the rows of all senders, in the order of their ranks; without gradient."""
+        if self._work is not None:
+            with phase("messages"):
+                self._work.wait()
+        return self._received
+
+
 def visit_all(meet: Callable[..., None], *tensors: Tensor) -> None:
     """Call ``meet`` with each worker's rank and tensors, this worker's first; the next ones travel at the same time.
 

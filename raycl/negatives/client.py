@@ -88,22 +88,30 @@ class QueueClient:
                 self._send(answer.sequence)
 
 
-class _Request(NamedTuple):
-    """A read in flight: its slots, the calls with their positions in ``slots``, and the updates before it."""
+class Part(NamedTuple):
+    """The rows of some of the slots asked for: those in the shards that a worker calls."""
 
-    slots: np.ndarray
+    positions: np.ndarray  # [n], ascending, in the slots asked for
+    rows: np.ndarray  # [n, dim]
+    step: np.ndarray  # [n]
+
+
+class _Request(NamedTuple):
+    """A read in flight: the number of its slots, and the calls with their positions among the slots."""
+
+    num_slots: int
     calls: list[tuple[PendingCall[Pulled], np.ndarray]]
-    num_updates: int
 
 
 @final
 class MemoryBankClient:
-    """A worker's access to the slots: one call a step writes its rows and reads others.
+    """The access of a group of workers to the slots: one call a step and shard, for all workers.
 
-    With ``max_staleness`` 0 an update is in the bank when ``update`` returns, and ``barrier`` keeps
-    the workers together: a bank that sends float32 equals a ``MemoryBank`` in process, to the last bit. Otherwise an
-    update is sent with the next call, while the worker computes, and prefetched rows lack at most
-    ``max_staleness`` updates of this worker.
+    Each worker calls the shards whose number modulo ``num_workers`` is its ``rank``. The workers pass the
+    answers on; a group of one has all shards.
+
+    An update is sent with the next ``ask``, so rows that are asked for after it contain it: a bank that sends
+    float32 equals a ``MemoryBank`` in process, to the last bit. At most one call to a shard is in flight.
 
     The methods raise ``RunError`` if a shard stays away, or if the bank was restored since this client
     was made; and ``ConfigError`` for rows, samples or slots that do not fit: nothing was written then.
@@ -115,101 +123,106 @@ class MemoryBankClient:
         sample_id: np.ndarray,
         *,
         rank: int = 0,
-        max_staleness: int = 1,
+        num_workers: int = 1,
         barrier: Callable[[], None] = lambda: None,
     ) -> None:
-        """Join the bank with the ids that it was started with, in any order."""
+        """Join the bank with the ids that it was started with, in any order; ``barrier`` waits for all workers."""
         self._samples = SampleIndex(sample_id)
         assert len(self) == bank.spec.capacity, "a client has the ids that the bank was started with"
-        self._bank, self._spec, self._rank, self._barrier = bank, bank.spec, rank, barrier
-        self._max_staleness = max_staleness
-        self._shards = bank.connections()
-        self._attempt = max(shard.ask(BankActor.info).attempt for shard in self._shards)
+        self._bank, self._spec, self._barrier = bank, bank.spec, barrier
+        self._rank, self._num_workers = rank, num_workers
+        # By number: a worker calls every num_workers-th shard, or none.
+        self._shards = dict(list(enumerate(bank.connections()))[rank::num_workers])
+        self._attempt = max((shard.ask(BankActor.info).attempt for shard in self._shards.values()), default=0)
         self._name, self._num_updates = uuid.uuid4().hex, 0
-        self._buffered: list[list[Update]] = [[] for _ in self._shards]
+        self._buffered: dict[int, list[Update]] = {shard: [] for shard in self._shards}
         self._in_flight: _Request | None = None
-        self._prefetched: tuple[_Request, Negatives] | None = None
+        self._part: Part | None = None
 
     def __len__(self) -> int:
         return len(self._samples)
 
     @property
+    def sent_dtype(self) -> np.dtype:
+        """Type of the rows in messages."""
+        return self._spec.sent_dtype
+
+    @property
     def waited_s(self) -> float:
-        """Seconds spent waiting for the bank so far."""
-        return sum(shard.waited_s for shard in self._shards)
+        """Seconds that this worker has waited for its shards so far."""
+        return sum(shard.waited_s for shard in self._shards.values())
 
     @property
     def restarts(self) -> int:
-        """Number of restarts of shards that this client has seen; each loses updates since its snapshot."""
-        return sum(shard.num_restarts for shard in self._shards)
+        """Number of restarts of this worker's shards that it has seen; each loses updates since its snapshot."""
+        return sum(shard.num_restarts for shard in self._shards.values())
 
     def slots_of(self, sample_id: np.ndarray) -> np.ndarray:
         """Return the slot of each sample, int64 [n]; raises ``ConfigError`` if one has none."""
         return self._samples.positions_of(sample_id)
 
+    def ids_at(self, slots: np.ndarray) -> np.ndarray:
+        """Return the samples in these slots, int64 [n]."""
+        return self._samples.ids_at(slots)
+
+    def callers_of(self, slots: np.ndarray) -> np.ndarray:
+        """Return the rank of the worker that calls the shard of each slot, int64 [n]."""
+        return self._shards_of(slots) % self._num_workers
+
     def draw(self, num: int, *, step: int) -> np.ndarray:
         """Draw slots for one step, the same on every worker: ``draw_slots`` with the bank's seed."""
         return draw_slots(len(self), num, seed=self._spec.seed, step=step)
 
-    def prefetch(self, slots: np.ndarray) -> None:
-        """Send the buffered updates and ask for ``slots``, int64 [n], without waiting.
-
-        With ``max_staleness`` 0 it does nothing: a later read must see all updates.
-        """
-        check_slots(slots, 0, len(self))
-        if self._max_staleness:
-            self._finish()
-            self._send(slots)
-
-    def read(self, slots: np.ndarray) -> Negatives:
-        """Return copies of the rows in ``slots``, int64 [n], in their order; a row never updated has step -1.
-
-        The prefetched rows are returned if they are of these slots, and fresh enough.
-        """
+    def ask(self, slots: np.ndarray) -> None:
+        """Send this worker's shards their updates, and ask for their part of ``slots``, int64 [n], without waiting."""
         check_slots(slots, 0, len(self))
         self._finish()
-        if self._prefetched and np.array_equal(self._prefetched[0].slots, slots):
-            (request, found), self._prefetched = self._prefetched, None
-            if self._num_updates - request.num_updates <= self._max_staleness:
-                return found
-        return self._collect(self._send(slots))
+        self._send(slots)
+
+    def answer(self) -> Part:
+        """Wait for the rows asked for last; a row that was never updated has step -1."""
+        self._finish()
+        assert self._part is not None, "rows are asked for, and returned once"
+        part, self._part = self._part, None
+        return part
+
+    def read(self, slots: np.ndarray) -> Negatives:
+        """Return copies of the rows in ``slots``, int64 [n], in their order, to a group of one worker."""
+        assert self._num_workers == 1, "the workers of a group have a part of the rows each"
+        self.ask(slots)
+        part = self.answer()
+        return Negatives(part.rows, self.ids_at(slots), part.step)
 
     def update(self, sample_id: np.ndarray, rows: np.ndarray, step: int) -> None:
         """Move the slots of ``sample_id`` [n] towards ``rows`` [n, dim], as ``MemoryBank.update`` does.
 
-        Each worker gives its own rows. They are sent now with ``max_staleness`` 0, and otherwise with
-        the next call; the rows of at most one step are buffered.
+        Every worker gives the rows of all workers, and sends those of its own shards with the next ``ask``. If
+        there is none before the next update, they are sent with that one.
         """
-        ids, rows, own = self._by_shard(sample_id, rows)
-        is_late = any(self._buffered)
-        self._num_updates += 1
-        for buffer, chosen in zip(self._buffered, own, strict=True):
-            if len(chosen):
-                buffer.append(Update(self._name, self._num_updates, ids[chosen], rows[chosen], step))
-        if is_late or not self._max_staleness:
+        is_late, self._num_updates = any(self._buffered.values()), self._num_updates + 1
+        for shard, ids, own in self._by_shard(sample_id, rows):
+            self._buffered[shard].append(Update(self._name, self._num_updates, ids, own, step))
+        if is_late:
             self._finish()
             self._send(_NO_SLOTS)
-        if not self._max_staleness:
-            self._finish()
-            self._barrier()
 
     def initialize(self, sample_id: np.ndarray, rows: np.ndarray) -> None:
-        """Set the initial rows of this worker's samples, as ``MemoryBank.initialize`` does; waits for the bank."""
-        ids, rows, own = self._by_shard(sample_id, rows)
+        """Set the initial rows of samples of all workers, as ``MemoryBank.initialize`` does; waits for the bank."""
+        parts = self._by_shard(sample_id, rows)
         self.flush()
         calls = [
-            shard.send(MemoryBankActor.initialize, self._attempt, ids[chosen], rows[chosen])
-            for shard, chosen in zip(self._shards, own, strict=True)
+            self._shards[shard].send(MemoryBankActor.initialize, self._attempt, ids, own)
+            for shard, ids, own in parts
         ]
         for call in calls:
             call.result()
 
     def flush(self) -> None:
-        """Wait until the bank has all rows of this worker; prefetched rows are dropped."""
+        """Wait until this worker's shards have all rows; rows that were asked for are dropped."""
         self._finish()
-        self._prefetched = None
         self._send(_NO_SLOTS, to_all=True)
         self._finish()
+        self._part = None
 
     def save(self, step: int) -> None:
         """Write a snapshot of the bank; every worker calls it."""
@@ -219,46 +232,45 @@ class MemoryBankClient:
             self._bank.save(step)
         self._barrier()
 
-    def _send(self, slots: np.ndarray, *, to_all: bool = False) -> _Request:
-        """Send each shard its updates, and ask it for its part of the slots."""
+    def _send(self, slots: np.ndarray, *, to_all: bool = False) -> None:
+        """Send this worker's shards their updates, and ask them for their part of the slots."""
         calls: list[tuple[PendingCall[Pulled], np.ndarray]] = []
-        for shard, (connection, own) in enumerate(zip(self._shards, self._split(slots), strict=True)):
-            updates, self._buffered[shard] = tuple(self._buffered[shard]), []
+        shard_of = self._shards_of(slots) if self._shards else _NO_SLOTS
+        for shard, connection in self._shards.items():
+            own, updates = np.flatnonzero(shard_of == shard), tuple(self._buffered[shard])
+            self._buffered[shard] = []
             if to_all or updates or len(own):
                 call = connection.send(MemoryBankActor.push_pull, self._attempt, updates, slots[own])
                 calls.append((call, own))
-        self._in_flight = _Request(slots.copy(), calls, self._num_updates)
-        return self._in_flight
-
-    def _collect(self, request: _Request) -> Negatives:
-        """Wait for the calls of the request in flight and return its rows."""
-        self._in_flight, num_rows = None, len(request.slots)
-        rows, step = np.empty((num_rows, self._spec.dim), self._spec.row_dtype), np.empty(num_rows, np.int64)
-        for call, own in request.calls:
-            answer = call.result()
-            call.connection.note_incarnation(answer.incarnation)
-            rows[own], step[own] = answer.rows, answer.step
-        return Negatives(rows, self._samples.ids_at(request.slots), step)
+        self._in_flight = _Request(len(slots), calls)
 
     def _finish(self) -> None:
         """Wait for the request in flight, and keep its rows."""
-        request = self._in_flight
-        if request is not None:
-            found = self._collect(request)
-            if len(request.slots):
-                self._prefetched = request, found
+        if self._in_flight is None:
+            return
+        request, self._in_flight = self._in_flight, None
+        shape = request.num_slots, self._spec.dim
+        rows, step = np.empty(shape, self._spec.sent_dtype), np.empty(request.num_slots, np.int64)
+        is_own = np.zeros(request.num_slots, bool)
+        for call, own in request.calls:
+            answer = call.result()
+            call.connection.note_incarnation(answer.incarnation)
+            rows[own], step[own], is_own[own] = answer.rows, answer.step, True
+        if request.num_slots:
+            positions = np.flatnonzero(is_own)
+            self._part = Part(positions, rows[positions], step[positions])
 
-    def _split(self, slots: np.ndarray) -> list[np.ndarray]:
-        """Return for each shard the positions in ``slots`` of its own."""
-        shards = np.searchsorted(self._spec.first_slots[1:], slots, side="right")
-        return [np.flatnonzero(shards == shard) for shard in range(len(self._shards))]
+    def _shards_of(self, slots: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self._spec.first_slots[1:], slots, side="right")
 
-    def _by_shard(
-        self, sample_id: np.ndarray, rows: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        """Return ids and rows as they are sent, and the positions of each shard's own; raises ``ConfigError``."""
+    def _by_shard(self, sample_id: np.ndarray, rows: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray]]:
+        """Return this worker's shards that get rows, with ids and rows as they are sent; raises ``ConfigError``."""
+        if not self._shards:
+            return []
         rows, ids = checked(rows, sample_id, dim=self._spec.dim)
+        shard_of = self._shards_of(self._samples.positions_of(ids))
         if self._spec.sent_dtype != np.float32:
             # Lengths do not matter, and small rows would underflow.
             rows = normalized(rows).astype(self._spec.sent_dtype)
-        return ids, rows, self._split(self._samples.positions_of(ids))
+        chosen = {shard: np.flatnonzero(shard_of == shard) for shard in self._shards}
+        return [(shard, ids[own], rows[own]) for shard, own in chosen.items() if len(own)]

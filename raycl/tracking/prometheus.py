@@ -59,7 +59,7 @@ _OF_A_LINE = {
     "learning_rate": "Learning rate of the last logged step",
     "samples_per_second": "Samples per second, over all workers",
     "data_wait_fraction": "Fraction of the time that the first worker waits for data",
-    "negatives_wait_fraction": "Fraction of the time that the first worker waits for the bank",
+    "negatives_wait_fraction": "Fraction of the time that the slowest worker waits for the bank",
     "negatives_age_mean": "Mean age of the negatives, in steps",
     "negatives_age_max": "Maximum age of the negatives, in steps",
     "bank_restarts": "Restarted shards of the bank",

@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raycl.config import RunConfig
-from raycl.distributed import all_sum, gather_detached, rank
+from raycl.distributed import all_sum, gather_detached, num_workers, rank
 from raycl.distributed.device_copy import Download, upload
 from raycl.losses.objective import Partition, StoreBatch
 from raycl.negatives import KeyQueue, MemoryBank
 from raycl.negatives.bank import Bank
 from raycl.negatives.client import MemoryBankClient, QueueClient
 from raycl.negatives.spec import BankSpec, Precision
+from raycl.training.group_bank import GroupBank
 from raycl.training.views import Views
 
 NEW_NODE_S = 900.0  # limit for a new node to start, including its installation
@@ -60,16 +61,18 @@ def build_store(
         queue = KeyQueue(negatives.capacity, dim, dtype) if bank is None else QueueClient(bank, rank=rank())
         return QueueStore(queue, capacity=negatives.capacity, device=device)
     assert sample_id is not None, "a memory bank needs the sample ids of the run"
+    is_partition = negatives.store == "partition"
+    num_negatives = 0 if is_partition else negatives.num_negatives
     if bank is None:
         momentum = negatives.bank_momentum
         settings: dict[str, Any] = {"momentum": momentum, "dtype": dtype, "kind": negatives.store}
         slots = MemoryBank(sample_id, dim, seed=config.seed, **settings)
     else:
-        staleness, barrier = config.bank.max_staleness, partial(wait_for_all, device)
-        slots = MemoryBankClient(bank, sample_id, rank=rank(), max_staleness=staleness, barrier=barrier)
-    if negatives.store == "partition":
-        return BankStore(slots, num_negatives=0, device=device, holds_partitions=True)
-    return BankStore(slots, num_negatives=negatives.num_negatives, device=device)
+        barrier = partial(wait_for_all, device)
+        client = MemoryBankClient(bank, sample_id, rank=rank(), num_workers=num_workers(), barrier=barrier)
+        prefetches = config.bank.max_staleness > 0
+        slots = GroupBank(client, num_negatives=num_negatives, prefetches=prefetches, device=device)
+    return BankStore(slots, num_negatives=num_negatives, device=device, holds_partitions=is_partition)
 
 
 def _stored_row(config: RunConfig) -> tuple[int, Precision]:
@@ -203,59 +206,67 @@ class QueueStore:
 class BankStore:
     """A memory bank: the batch's own slots as keys or partition functions, and random slots as negatives.
 
-    Every worker draws the same slots, and all queries of a step share them.
+    Every worker draws the same slots, and all queries of a step share them. Every worker has all new rows,
+    and its own bank or a share of the bank in actors.
     """
 
     def __init__(
         self,
-        bank: MemoryBank | MemoryBankClient,
+        bank: MemoryBank | GroupBank,
         *,
         num_negatives: int,
         device: torch.device,
         holds_partitions: bool = False,
     ) -> None:
         self._bank, self._num_negatives, self._device = bank, num_negatives, device
+        self._client = bank.client if isinstance(bank, GroupBank) else None
         self._holds_partitions = holds_partitions
-        self._wait = _WaitMeter(bank if isinstance(bank, MemoryBankClient) else None)
-        self._fetched_step: NDArray[np.int64] = np.empty(0, np.int64)
+        self._wait = _WaitMeter(self._client)
+        self._fetched_step = torch.empty(0, dtype=torch.int64)
 
     def fetch(self, views: Views, *, step: int) -> StoreBatch:
-        """Return own and random slots, and prefetch the slots of the next step."""
-        found = self._bank.read(self._slots(views.ids, step))
-        if isinstance(self._bank, MemoryBankClient) and views.next_ids is not None:
-            self._bank.prefetch(self._slots(views.next_ids, step + 1))
-        self._fetched_step = found.step
-        rows, ids = upload([_tensor(found.rows), _tensor(found.sample_id)], self._device)
+        """Return own and random slots; collective."""
         own = len(views)
+        if isinstance(self._bank, GroupBank):
+            rows, self._fetched_step, negative_id = self._bank.fetch(views, step=step)
+        else:
+            drawn = self._bank.draw(self._num_negatives, step=step)
+            found = self._bank.read(np.concatenate([self._bank.slots_of(views.ids), drawn]))
+            self._fetched_step = torch.from_numpy(found.step)
+            rows, negative_id = upload([_tensor(found.rows), _tensor(found.sample_id[own:])], self._device)
         if self._holds_partitions:
             return StoreBatch(partition=Partition(rows))
-        return StoreBatch(key=rows[:own], negatives=rows[own:], negative_id=ids[own:])
+        return StoreBatch(key=rows[:own], negatives=rows[own:], negative_id=negative_id)
 
     def initialize(self, rows: Tensor, sample_id: Tensor) -> None:
         """Set the slots of these samples [local_batch] to these embeddings; collective."""
-        if isinstance(self._bank, MemoryBank):
-            rows, sample_id = gather_detached(rows), gather_detached(sample_id)
-        self._bank.initialize(sample_id.cpu().numpy(), rows.cpu().numpy())
+        rows, sample_id = gather_detached(rows), gather_detached(sample_id)
+        bank = self._bank.client if isinstance(self._bank, GroupBank) else self._bank
+        bank.initialize(sample_id.cpu().numpy(), rows.cpu().numpy())
 
     def start_download(self, rows: Tensor, views: Views) -> None:
-        """Start to copy the batch's embeddings to the host, of all workers if each has its own bank."""
-        if isinstance(self._bank, MemoryBankClient):
-            self._download = Download(torch.from_numpy(views.ids), rows)
-        else:
-            self._download = Download(gather_detached(views.sample_id), gather_detached(rows))
+        """Gather the embeddings of all workers, and start to copy them to the host."""
+        if isinstance(self._bank, GroupBank):
+            rows = self._bank.as_sent(rows)
+        self._download = Download(gather_detached(views.sample_id), gather_detached(rows))
 
     def update(self, *, step: int) -> None:
-        """Move the slots towards their new embeddings."""
+        """Move the slots towards their new embeddings; collective."""
         ids, embeddings = self._download.arrived()
         self._bank.update(ids.numpy(), embeddings.numpy(), step)
 
     def save(self, *, step: int) -> None:
-        """Write the actors' snapshot, with the updates of all workers."""
+        """Write the actors' snapshot, with the updates of all workers.
+
+        Prefetched rows are dropped: the next step reads what a resumed run reads.
+        """
+        if isinstance(self._bank, GroupBank):
+            self._bank.drop()
         self._wait.save(step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the bank, unless actors hold it."""
-        return {} if isinstance(self._bank, MemoryBankClient) else _as_tensors(self._bank.state_dict())
+        return {} if isinstance(self._bank, GroupBank) else _as_tensors(self._bank.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the bank, unless actors held it."""
@@ -263,12 +274,14 @@ class BankStore:
             self._bank.load_state_dict(_as_arrays(state))
 
     def metrics(self, *, step: int, seconds: float) -> dict[str, float]:
-        """Return the ages of the fetched rows that were ever written, waiting time and restarts."""
-        return _ages(self._fetched_step[self._fetched_step >= 0], step) | self._wait.metrics(seconds)
-
-    def _slots(self, ids: NDArray[np.int64], step: int) -> NDArray[np.int64]:
-        drawn = self._bank.draw(self._num_negatives, step=step)
-        return np.concatenate([self._bank.slots_of(ids), drawn])
+        """Return the ages of the fetched rows that were ever written, waiting time and restarts; collective."""
+        fetched, measured = self._fetched_step.cpu().numpy(), self._wait.metrics(seconds)
+        if self._client is not None:
+            # Each worker knows of its own shards only, and a step waits for the slowest.
+            values = gather_detached(torch.tensor([list(measured.values())], device=self._device))
+            longest, restarts = values[:, 0].max().item(), values[:, 1].sum().item()
+            measured = {"negatives_wait_fraction": longest, "bank_restarts": restarts}
+        return _ages(fetched[fetched >= 0], step) | measured
 
 
 @final

@@ -1,8 +1,9 @@
-"""The views of a batch, with the ids of the next batch."""
+"""The views of a batch, with the ids of the next batches."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -32,7 +33,7 @@ class Views:
     the others. For pairs, ``view_a`` is the query, ``view_b`` the key, and ``negatives`` [num_negatives, ...] are
     the explicit negatives in the order of the queries. ``sample_id`` is on the device of the views, and ``ids``
     is its copy on the host. ``example_ids`` identify duplicates, by default by sample id. ``next_ids`` are the
-    sample ids of this worker's next batch, or None at the end of an epoch. ``data_set`` is the number of the data
+    sample ids of this worker's next two batches, fewer at the end of an epoch. ``data_set`` is the number of the data
     set of all rows.
     """
 
@@ -40,7 +41,7 @@ class Views:
     view_b: Tensor | None
     sample_id: Tensor
     ids: NDArray[np.int64]
-    next_ids: NDArray[np.int64] | None = None
+    next_ids: tuple[NDArray[np.int64], ...] = ()
     further: tuple[Tensor, ...] = ()
     crops: tuple[Tensor, ...] = ()
     negatives: Tensor | None = None
@@ -89,19 +90,19 @@ class ViewMaker:
         )
 
     def views(self, batches: Iterator[Batch], *, image_size: int | None = None) -> Iterator[Views]:
-        """Yield the views of each batch, with the ids of the next one; collective.
+        """Yield the views of each batch, with the ids of the next two; collective.
 
         ``image_size`` is the side of the images in pixels, by default ``data.image_size``.
         The next batch is drawn, and its copy to an accelerator started, during the step of this one.
         """
         transform = self.transform if image_size is None else self.transform.with_image_size(image_size)
-        batch = _next(batches)
-        sent = None if batch is None else self._send(batch, transform)
+        coming = [*_next(batches), *_next(batches)]
+        sent = self._send(coming[0], transform) if coming else None
         while sent is not None:
-            batch = _next(batches)
+            coming = [*coming[1:], *_next(batches)]
             with phase("views"):
-                views = self._make(sent, None if batch is None else batch.sample_id)
-                sent = None if batch is None else self._send(batch, transform)
+                views = self._make(sent, tuple(batch.sample_id for batch in coming))
+                sent = self._send(coming[0], transform) if coming else None
             yield views
 
     def plain(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -122,7 +123,7 @@ class ViewMaker:
         )
         return _Sent(batch, drafts, moved, self._exchange.start(names))
 
-    def _make(self, sent: "_Sent", next_ids: NDArray[np.int64] | None) -> Views:
+    def _make(self, sent: "_Sent", next_ids: tuple[NDArray[np.int64], ...]) -> Views:
         sample_id, negatives, *of_views = sent.moved
         if self._side_stream is not None:
             step = torch.cuda.current_stream(self.device)
@@ -164,9 +165,10 @@ class _Sent(NamedTuple):
     example_ids: Callable[[], ExampleIds]
 
 
-def _next(batches: Iterator[Batch]) -> Batch | None:
+def _next(batches: Iterator[Batch]) -> list[Batch]:
+    """Return the next batch, or nothing at the end."""
     with phase("data"):
-        return next(batches, None)
+        return list(islice(batches, 1))
 
 
 def build_sampler(config: RunConfig, data_sets: Sequence[InMemoryDataset]) -> InMemorySampler | MixedSampler:

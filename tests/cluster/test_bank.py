@@ -59,7 +59,7 @@ def banks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Bank]]
 def client_of(bank: Bank, rank: int = 0) -> Any:
     if bank.spec.kind == "queue":
         return QueueClient(bank, rank=rank)
-    return MemoryBankClient(bank, IDS, rank=rank, max_staleness=0)
+    return MemoryBankClient(bank, IDS)
 
 
 def store_of(bank: Bank) -> Any:
@@ -79,6 +79,8 @@ def write(store: Any, size: int, step: int) -> None:
         store.push(rows, ids, step)
     else:
         store.update(ids, rows, step)
+    if isinstance(store, MemoryBankClient):
+        store.flush()
 
 
 def plain(found: Negatives | SampleRows) -> list[Any]:
@@ -186,22 +188,28 @@ def test_a_queue_recovers_all_rows_after_its_actor_dies_between_two_pushes(banks
     assert workers[0].waited_s > 0
 
 
-def test_the_updates_of_two_workers_equal_the_updates_of_one(banks: dict[str, Bank]) -> None:
+def test_two_workers_that_call_a_share_of_the_shards_equal_one_store(banks: dict[str, Bank]) -> None:
     bank, store = banks["memory_bank"], store_of(banks["memory_bank"])
     bank.restore(0)
     meetings: list[int] = []
     workers = [
-        MemoryBankClient(bank, IDS, rank=rank, max_staleness=0, barrier=lambda: meetings.append(1))
+        MemoryBankClient(bank, IDS, rank=rank, num_workers=2, barrier=lambda: meetings.append(1))
         for rank in (0, 1)
     ]
     for step in range(4):
         rows, ids = a_batch(12, step)
         store.update(ids, rows, step)
-        for half, worker in zip((slice(0, 6), slice(6, 12)), workers, strict=True):
-            worker.update(ids[half], rows[half], step)
         slots = store.draw(10, step=step)
-        assert plain(workers[step % 2].read(slots)) == plain(store.read(slots))
-    assert len(meetings) == 8
+        for worker in workers:
+            worker.update(ids, rows, step)
+            worker.ask(slots)
+        for part in (worker.answer() for worker in workers):
+            assert part.rows.tolist() == store.read(slots[part.positions]).rows.tolist()
+    for worker in reversed(workers):  # rank 0 writes the snapshot
+        worker.save(4)
+    assert len(meetings) == 4
+    bank.restore(4)
+    assert plain(bank.negatives()) == plain(store.negatives())
 
 
 def test_only_a_bank_with_the_same_output_is_replaced(tmp_path: Path) -> None:
