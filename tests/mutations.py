@@ -568,6 +568,13 @@ MUTATIONS = [
         "tests/test_bank_actor.py tests/test_bank_faults.py",
     ),
     Mutation(
+        "the newest step of an answer is that of the first shard",
+        "raycl/negatives/bank.py",
+        "newest_step=max(newest)",
+        "newest_step=newest[0]",
+        "tests/test_bank_faults.py",
+    ),
+    Mutation(
         "shards of an earlier queue are concatenated instead of interleaved",
         "raycl/negatives/snapshot.py",
         "        slots.append(np.arange(len(rows)) * num_shards + shard)\n",

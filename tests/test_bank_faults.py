@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
 from raycl.errors import ConfigError, RayclError, RunError, StorageError
 from raycl.negatives import KeyQueue, MemoryBank, Negatives, rpc
 from raycl.negatives.actor import BankActor, MemoryBankActor, QueueActor
-from raycl.negatives.bank import Bank
+from raycl.negatives.bank import Bank, connect_bank
 from raycl.negatives.client import MemoryBankClient, QueueClient
 from raycl.negatives.memory_bank import normalized
 from raycl.negatives.rpc import ShardConnection
@@ -237,6 +237,7 @@ class Deaths:
         self.bank.load_part(self.saved[read_current(actor.spec).step, actor.shard])
 
 
+@example(2, "float32", [7, "save", "initialize", "save"], [])
 @settings(SETTINGS, max_examples=60)
 @given(
     st.integers(1, 3),
@@ -303,7 +304,7 @@ def test_every_question_is_answered_and_right_while_shards_die_20_times(
         bank.update(IDS[choice % 7], rows, step)
         if step % 3 == 0:
             client.save(step)
-        cluster.fates = iter(random.choice(FAULTS, 40).tolist())
+        cluster.fates = iter(random.choice(FAULTS + ("",) * 15, 40).tolist())
         found, query = cluster.bank.get(IDS), a_batch(1, -step % 99)[0]
         assert [found.rows.tolist(), found.step.tolist()] == rows_of(bank.get(IDS))[::2]
         assert found.newest_step == bank.negatives().step.max()
@@ -315,6 +316,16 @@ def test_every_question_is_answered_and_right_while_shards_die_20_times(
         stats = cluster.bank.stats()
         written = bank.negatives().step[bank.negatives().step >= 0]
         assert (stats.filled, stats.newest_step) == (len(written), max(written, default=None))
+
+
+def test_connecting_waits_for_a_shard_that_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = a_spec("memory_bank", tmp_path)
+    answers = iter([ActorUnavailableError("gone", None), spec])
+    actor = SimpleNamespace(spec=SimpleNamespace(remote=lambda: next(answers)))
+    monkeypatch.setattr("raycl.negatives.bank.list_banks", lambda address: ["bank"])
+    monkeypatch.setattr("raycl.negatives.bank.ray", SimpleNamespace(get_actor=lambda *name: actor))
+    found = connect_bank("bank")
+    assert (found.spec, found.actors) == (spec, [actor])
 
 
 class FailingStorage:
