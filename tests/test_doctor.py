@@ -197,12 +197,16 @@ def test_gpu_memory_excludes_the_process_and_prefetched_rows() -> None:
     [
         ("simclr", ONE, "stages.0.chunk_size"),
         ("moco_v2", ONE, "lower negatives.capacity"),
+        ("sogclr", ONE, "nodes with more memory, since each worker has the ids"),
+        ("sogclr bank.location=worker", ONE, "set bank.location=actor"),
         ("simclr", replace(ONE, parameters=1e9), "smaller encoder"),
     ],
 )
 def test_the_remedy_reduces_the_largest_part(name: str, measured: MemoryProfile, message: str) -> None:
-    estimate = estimate_memory(small(name), [measured], num_samples=9, row_bytes=0, negatives_per_pair=0)
-    assert message in estimate.remedy()
+    method, *settings = name.split()
+    config = override(recipe(method, image_size=32), settings)
+    estimate = estimate_memory(config, [measured], num_samples=10**6, row_bytes=0, negatives_per_pair=0)
+    assert message in estimate.remedy(config)
 
 
 def test_the_peak_of_a_call_is_measured() -> None:

@@ -72,11 +72,15 @@ class MemoryEstimate:
         shown = [f"{name} {format_bytes(num_bytes)}" for name, num_bytes in parts if num_bytes >= 2**20]
         return ", ".join([*shown, "and a third for the allocator"])
 
-    def remedy(self) -> str:
-        """Return how to lower the largest part."""
+    def remedy(self, config: RunConfig) -> str:
+        """Return how to lower the largest part by settings that act in this run."""
         parts = self.parts
         if parts["negatives"] > max(parts["activations"], parts["waiting rows"]):
-            return "lower negatives.capacity, or set bank.dtype=float16"
+            if config.negatives.store == "queue":
+                return "lower negatives.capacity, or set bank.dtype=float16"
+            if config.bank.location == "worker":
+                return "set bank.location=actor, so that actors hold the slots of all samples once"
+            return "take nodes with more memory, since each worker has the ids of all samples"
         if parts["weights"] > parts["activations"]:
             return "take a smaller encoder, or nodes with more memory"
         return f"lower --batch-size, set stages.{self.stage}.chunk_size, or use more workers and nodes"
@@ -110,7 +114,7 @@ def check_memory(
         return 0.0
     yield _check_worker(config, estimate, answers)
     if config.gpu:
-        yield _check_gpu(estimate, [answer.node for answer in answers])
+        yield _check_gpu(config, estimate, [answer.node for answer in answers])
     if data is not None:
         yield check_decoded_data(config, data, answers)
     yield from _check_bank(config, num_samples, answers)
@@ -129,7 +133,7 @@ def _check_worker(config: RunConfig, estimate: MemoryEstimate, answers: Answers)
     answer, count = min(counts, key=lambda each: _available(each[0]) - each[1] * host)
     available = _available(answer)
     seen += f"; {count} on {answer.node.name}, which has {format_bytes(max(0.0, available))} free"
-    return passed_if(count * host <= available, name, seen, estimate.remedy())
+    return passed_if(count * host <= available, name, seen, estimate.remedy(config))
 
 
 def _workers_on(node: Node, config: RunConfig, num_cpus: float) -> int:
@@ -150,7 +154,7 @@ def _available(answer: NodeAnswer[NodeInfo]) -> float:
     return 0.0 if info is None else info.free_memory - _RESERVED * info.memory
 
 
-def _check_gpu(estimate: MemoryEstimate, nodes: Sequence[Node]) -> CheckResult:
+def _check_gpu(config: RunConfig, estimate: MemoryEstimate, nodes: Sequence[Node]) -> CheckResult:
     name, num_bytes = "memory of a GPU", estimate.gpu + _CUDA_BYTES
     seen = f"about {format_bytes(num_bytes)} ({estimate})"
     answers = ask_nodes([node for node in nodes if node.num_gpus >= 1], gpu_memory, num_gpus=1)
@@ -158,7 +162,7 @@ def _check_gpu(estimate: MemoryEstimate, nodes: Sequence[Node]) -> CheckResult:
     if not found:
         return passed(name, f"{seen}; no GPU is free now, so nothing to compare")
     seen += f"; the smallest has {format_bytes(min(found))}"
-    return passed_if(num_bytes <= min(found), name, seen, estimate.remedy())
+    return passed_if(num_bytes <= min(found), name, seen, estimate.remedy(config))
 
 
 def check_decoded_data(config: RunConfig, data: DataSummary, answers: Answers) -> CheckResult:
