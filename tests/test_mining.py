@@ -93,8 +93,8 @@ def mined_from(by_role: dict[str, list[Any]], label: list[int] | None = None) ->
     """Mine three negatives per pair with these embeddings, without a similarity limit."""
     pairs = _Pairs(Values(by_role=by_role, label=np.array(label or [-1] * len(by_role["query"]))))
     query, document = embedded(pairs.query.texts), embedded(pairs.document.texts)
-    found = search(query, document, k=len(document), excluded=pairs.matches())
-    table, mined = pairs.with_mined(found, np.ones(len(pairs.positive)), 3, 1.0)
+    found = search(query, document, k=len(document), excluded=pairs.known.all())
+    table, mined = pairs.with_mined(found, np.ones(len(pairs.known.positive)), 3, 1.0)
     return table.to_pylist(), mined
 
 

@@ -2,9 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, final
 
 import numpy as np
@@ -13,12 +11,11 @@ import pyarrow.parquet as pq
 import ray
 import torch
 from numpy.typing import NDArray
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from raycl.data.columns import ColumnNames
+from raycl.data.matches import SPARE, Matches
 from raycl.errors import ConfigError, DataError
 from raycl.evaluation.search import Ranking, search
 from raycl.inference.embed import embed_values
@@ -29,7 +26,6 @@ from raycl.lease import writing_new
 from raycl.ray_runtime import unwrap_ray_errors
 
 QUERIES_PER_TASK = 4_096
-SPARE = 50  # further candidates, since the nearest may be too near
 
 
 @final
@@ -88,8 +84,8 @@ def mine_negatives(
             )
         )
         with unwrap_ray_errors():
-            ranking = _search_in_tasks(query, document, pairs.matches(), k=num_negatives + SPARE)
-        rows, columns_of_pairs = torch.from_numpy(pairs.positive).unbind(1)
+            ranking = _search_in_tasks(query, document, pairs.known.all(), k=num_negatives + SPARE)
+        rows, columns_of_pairs = torch.from_numpy(pairs.known.positive).unbind(1)
         similarity = (query[rows] * document[columns_of_pairs]).sum(1).numpy()
         table, mined = pairs.with_mined(ranking, similarity, num_negatives, max_relative_score)
         filesystem, path = place.resolve()
@@ -98,89 +94,25 @@ def mine_negatives(
 
 
 @final
-class DistinctTexts:
-    """Distinct ``texts`` by number, the ``entity`` [num_texts] of each, and the first of its ``ids``.
-
-    Texts with an id in common are one entity.
-    """
-
-    def __init__(self, texts: Sequence[str], ids: Iterable[int | None]) -> None:
-        self.number = {text: number for number, text in enumerate(dict.fromkeys(texts))}
-        self.texts = list(self.number)
-        with_id = [
-            (self.number[text], each) for text, each in zip(texts, ids, strict=True) if each is not None
-        ]
-        self.ids = dict(reversed(with_id))
-        self.entity = _entities(np.array(with_id, np.int64).reshape(-1, 2), len(self.texts))
-
-    def by_entity(self) -> dict[int, list[int]]:
-        """Return the numbers of the texts of each entity."""
-        numbers: dict[int, list[int]] = {}
-        for number, entity in enumerate(self.entity):
-            numbers.setdefault(entity, []).append(number)
-        return numbers
-
-    def distinct(self, numbers: Iterable[int]) -> list[int]:
-        """Return the first text of each entity among these."""
-        first: dict[int, int] = {}
-        for number in numbers:
-            first.setdefault(self.entity[number], number)
-        return list(first.values())
-
-
-def _entities(texts_and_ids: NDArray[np.int64], num_texts: int) -> list[int]:
-    """Number the connected components of texts by rows of a text and an id, [num_rows, 2]."""
-    ids, place = np.unique(texts_and_ids[:, 1], return_inverse=True)
-    size = num_texts + len(ids)
-    edges = (texts_and_ids[:, 0], num_texts + place)
-    graph = coo_array((np.ones(len(texts_and_ids)), edges), shape=(size, size))
-    return connected_components(graph, directed=False)[1][:num_texts].tolist()
-
-
-@final
 class _Pairs:
     """Distinct queries and documents, their matches, and the explicit negatives of each query."""
 
     def __init__(self, values: Values) -> None:
-        by_role, no_ids = values.by_role, [None] * len(values.label)
-        queries, documents = by_role["query"], by_role["document"]
-        lists = by_role.get("negatives", [[]] * len(queries))
-        lists_of_ids = by_role.get("negative_ids", [[None] * len(each) for each in lists])
-        self.query = DistinctTexts(queries, by_role.get("query_id", no_ids))
-        self.document = DistinctTexts(
-            [*documents, *chain.from_iterable(lists)],
-            [*by_role.get("document_id", no_ids), *chain.from_iterable(lists_of_ids)],
+        by_role = values.by_role
+        self.known = Matches[str](
+            by_role["query"],
+            by_role["document"],
+            negatives=by_role.get("negatives"),
+            query_ids=by_role.get("query_id"),
+            document_ids=by_role.get("document_id"),
+            negative_ids=by_role.get("negative_ids"),
+            is_negative=(values.label == 0).tolist(),
         )
+        self.query, self.document = self.known.query, self.known.document
         self._ids = [role for role in ("query_id", "document_id") if role in by_role]
         if "document_id" in by_role and ("negative_ids" in by_role or "negatives" not in by_role):
             self._ids.append("negative_ids")
-        query, document = self.query.number, self.document.number
-        rows = list(zip(queries, documents, values.label.tolist(), lists, strict=True))
-        positive = [(query[q], document[d]) for q, d, label, _ in rows if label != 0]
-        if not positive:
-            raise DataError("no pair has label 1; mining needs queries with a matching document")
-        self.positive = np.array(list(dict.fromkeys(positive)), np.int64)
         self._weights = _weights_of(values)
-        own_text = [(number, document[text]) for text, number in query.items() if text in document]
-        self._matches: dict[int, set[int]] = {}
-        for q, d in [*positive, *own_text]:
-            self._matches.setdefault(self.query.entity[q], set()).add(self.document.entity[d])
-        self._explicit: dict[int, dict[int, None]] = {}
-        for q, d, label, negatives in rows:
-            explicit = self._explicit.setdefault(self.query.entity[query[q]], {})
-            explicit.update(dict.fromkeys([document[d]] if label == 0 else []))
-            explicit.update(dict.fromkeys(document[text] for text in negatives))
-
-    def matches(self) -> NDArray[np.int64]:
-        """Return all matches as numbers of a query and a document, [num_matches, 2]."""
-        documents = self.document.by_entity()
-        pairs = [
-            (q, d)
-            for q, entity in enumerate(self.query.entity)
-            for match in self._matches.get(entity, ())
-            for d in documents[match]
-        ]
-        return np.array(pairs, np.int64)
 
     def with_mined(
         self, ranking: Ranking, similarity: NDArray[Any], num_negatives: int, max_relative_score: float
@@ -190,23 +122,19 @@ class _Pairs:
         ``similarity`` [num_pairs] is the cosine of each positive pair.
         """
         rows, num_mined, num_too_near = [], 0, 0
-        document = self.document
-        for (q, d), own in zip(self.positive.tolist(), similarity.tolist(), strict=True):
+        document, positive = self.document, self.known.positive.tolist()
+        for pair, ((q, d), own) in enumerate(zip(positive, similarity.tolist(), strict=True)):
             near = [
                 (int(place), float(cosine))
                 for cosine, place in zip(ranking[0][q], ranking[1][q], strict=True)
                 if place >= 0
             ]
-            candidates = [place for place, cosine in near if cosine <= max_relative_score * own]
-            num_too_near += len(near) - len(candidates)
-            entity = self.query.entity[q]
-            explicit = document.distinct(
-                place
-                for place in self._explicit[entity]
-                if document.entity[place] not in self._matches[entity]
+            found = self.known.hard_negatives(
+                pair, near, own, num_negatives=num_negatives, max_relative_score=max_relative_score
             )
-            negatives = document.distinct([*explicit, *candidates])[: len(explicit) + num_negatives]
-            num_mined += len(negatives) - len(explicit)
+            num_too_near += found.num_too_near
+            num_mined += len(found.mined)
+            negatives = [*found.explicit, *found.mined]
             row = {
                 "query": self.query.texts[q],
                 "document": document.texts[d],

@@ -1,0 +1,146 @@
+"""Pairs by their distinct queries and documents: which documents match a query, and which are hard negatives."""
+
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import chain
+from typing import Generic, NamedTuple, TypeVar, final
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+from raycl.errors import DataError
+
+Text = TypeVar("Text", bound=Hashable)
+
+SPARE = 50  # further candidates, since the nearest may be too near
+
+
+class HardNegatives(NamedTuple):
+    """The numbers of the documents that are negatives of a pair: explicit ones, and mined ones, nearest first.
+
+    ``num_too_near`` counts candidates that may well match.
+    """
+
+    explicit: list[int]
+    mined: list[int]
+    num_too_near: int
+
+
+@final
+class DistinctTexts(Generic[Text]):
+    """Distinct ``texts`` by number, the ``entity`` [num_texts] of each, and the first of its ``ids``.
+
+    Texts with an id in common are one entity.
+    """
+
+    def __init__(self, texts: Sequence[Text], ids: Iterable[int | None]) -> None:
+        self.number = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+        self.texts = list(self.number)
+        with_id = [
+            (self.number[text], each) for text, each in zip(texts, ids, strict=True) if each is not None
+        ]
+        self.ids = dict(reversed(with_id))
+        self.entity = _entities(np.array(with_id, np.int64).reshape(-1, 2), len(self.texts))
+
+    def by_entity(self) -> dict[int, list[int]]:
+        """Return the numbers of the texts of each entity."""
+        numbers: dict[int, list[int]] = {}
+        for number, entity in enumerate(self.entity):
+            numbers.setdefault(entity, []).append(number)
+        return numbers
+
+    def distinct(self, numbers: Iterable[int]) -> list[int]:
+        """Return the first text of each entity among these."""
+        first: dict[int, int] = {}
+        for number in numbers:
+            first.setdefault(self.entity[number], number)
+        return list(first.values())
+
+
+@final
+class Matches(Generic[Text]):
+    """Distinct queries and documents of labeled rows, their matches, and the explicit negatives of each query.
+
+    A text is any value that is equal for equal texts. ``documents`` holds the negatives as well. ``positive``
+    [num_pairs, 2] are the numbers of query and document of each distinct pair.
+    """
+
+    def __init__(
+        self,
+        queries: Sequence[Text],
+        documents: Sequence[Text],
+        *,
+        negatives: Sequence[Sequence[Text]] | None = None,
+        query_ids: Sequence[int | None] | None = None,
+        document_ids: Sequence[int | None] | None = None,
+        negative_ids: Sequence[Sequence[int | None]] | None = None,
+        is_negative: Sequence[bool] | None = None,
+    ) -> None:
+        """``is_negative`` marks rows whose document does not match; raises ``DataError`` if none does."""
+        no_ids: list[int | None] = [None] * len(queries)
+        lists: Sequence[Sequence[Text]] = negatives or [[]] * len(queries)
+        lists_of_ids = negative_ids or [[None] * len(each) for each in lists]
+        self.query = DistinctTexts(queries, query_ids or no_ids)
+        self.document = DistinctTexts(
+            [*documents, *chain.from_iterable(lists)],
+            [*(document_ids or no_ids), *chain.from_iterable(lists_of_ids)],
+        )
+        query, document = self.query.number, self.document.number
+        rows = list(zip(queries, documents, is_negative or [False] * len(queries), lists, strict=True))
+        positive = [(query[q], document[d]) for q, d, is_other, _ in rows if not is_other]
+        if not positive:
+            raise DataError("no pair has label 1; mining needs queries with a matching document")
+        self.positive = np.array(list(dict.fromkeys(positive)), np.int64)
+        own_text = [(number, document[text]) for text, number in query.items() if text in document]
+        self._matches: dict[int, set[int]] = {}
+        for q, d in [*positive, *own_text]:
+            self._matches.setdefault(self.query.entity[q], set()).add(self.document.entity[d])
+        self._explicit: dict[int, dict[int, None]] = {}
+        for q, d, is_other, others in rows:
+            explicit = self._explicit.setdefault(self.query.entity[query[q]], {})
+            explicit.update(dict.fromkeys([document[d]] if is_other else []))
+            explicit.update(dict.fromkeys(document[text] for text in others))
+
+    def all(self) -> NDArray[np.int64]:
+        """Return all matches as numbers of a query and a document, [num_matches, 2], in order of queries."""
+        documents = self.document.by_entity()
+        pairs = [
+            (q, d)
+            for q, entity in enumerate(self.query.entity)
+            for match in self._matches.get(entity, ())
+            for d in documents[match]
+        ]
+        return np.array(pairs, np.int64)
+
+    def hard_negatives(
+        self,
+        pair: int,
+        near: Iterable[tuple[int, float]],
+        similarity: float,
+        *,
+        num_negatives: int,
+        max_relative_score: float,
+    ) -> HardNegatives:
+        """Return the negatives of a pair among the documents ``near`` its query, nearest first and without matches.
+
+        ``near`` holds their numbers and similarities. A document nearer than ``max_relative_score`` times the pair's
+        own ``similarity`` is skipped, since it may well match (Moreira et al., 2024).
+        """
+        entity, document = self.query.entity[self.positive[pair, 0]], self.document
+        places = list(near)
+        candidates = [place for place, cosine in places if cosine <= max_relative_score * similarity]
+        explicit = document.distinct(
+            place for place in self._explicit[entity] if document.entity[place] not in self._matches[entity]
+        )
+        negatives = document.distinct([*explicit, *candidates])[: len(explicit) + num_negatives]
+        return HardNegatives(explicit, negatives[len(explicit) :], len(places) - len(candidates))
+
+
+def _entities(texts_and_ids: NDArray[np.int64], num_texts: int) -> list[int]:
+    """Number the connected components of texts by rows of a text and an id, [num_rows, 2]."""
+    ids, place = np.unique(texts_and_ids[:, 1], return_inverse=True)
+    size = num_texts + len(ids)
+    edges = (texts_and_ids[:, 0], num_texts + place)
+    graph = coo_array((np.ones(len(texts_and_ids)), edges), shape=(size, size))
+    return connected_components(graph, directed=False)[1][:num_texts].tolist()
