@@ -164,7 +164,7 @@ def require_single(addresses: Collection[str]) -> str:
 def check_resources(*, workers: int, cpus_per_worker: float, gpu: bool, spare_cpus: float) -> None:
     """Refuse a run that the cluster could never place, or whose workers would starve Ray Data.
 
-    ``spare_cpus`` must be left for tasks that read during training. Raises ``ConfigError``.
+    ``spare_cpus`` must be left for data tasks, and for a miner, during training. Raises ``ConfigError``.
     """
     have = ray.cluster_resources()
     if gpu:
@@ -172,7 +172,7 @@ def check_resources(*, workers: int, cpus_per_worker: float, gpu: bool, spare_cp
     need = workers * cpus_per_worker + spare_cpus
     if need > have.get("CPU", 0):
         raise ConfigError(
-            f"{workers} workers with {cpus_per_worker:g} CPUs each and {spare_cpus:g} for reading data need {need:g} CPUs, "
+            f"{workers} workers with {cpus_per_worker:g} CPUs each and {spare_cpus:g} for other tasks need {need:g} CPUs, "
             f"the cluster has {have.get('CPU', 0):g}; lower --workers, set cpus_per_worker, or set autoscaling=true if the cluster will grow"
         )
 

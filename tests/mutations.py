@@ -82,6 +82,35 @@ MUTATIONS = [
         "if False:",
         "tests/workers/test_step.py tests/test_training_stores.py tests/cluster/test_run.py",
     ),
+    # Mined negatives
+    Mutation(
+        "a known match becomes a mined negative",
+        "raycl/training/miner.py",
+        "kept = np.flatnonzero(~np.isin(documents, known))[:k]",
+        "kept = np.arange(len(documents))[:k]",
+        "tests/test_mined.py",
+    ),
+    Mutation(
+        "a random negative may match its query",
+        "raycl/training/mined.py",
+        'np.searchsorted(before, place, side="right")',
+        "0",
+        "tests/test_mined.py",
+    ),
+    Mutation(
+        "the draws of mined negatives are the same in every epoch",
+        "raycl/training/mined.py",
+        "epoch=batch.epoch, view=0, num=size",
+        "epoch=0, view=0, num=size",
+        "tests/test_mined.py",
+    ),
+    Mutation(
+        "each worker keeps its own table",
+        "raycl/training/mining.py",
+        "        return all_sum(own.to(self._device)).cpu()",
+        "        return own",
+        "tests/workers/test_mined.py",
+    ),
     # Encoding of views
     Mutation(
         "MoCo keys are computed from the view of the query",

@@ -79,6 +79,8 @@ OTHERS: dict[str, Any] = {
     "negatives.bank_init": "encoder",
     "negatives.normalizer_momentum": 0.25,
     "negatives.guide.margin_strategy": "relative",
+    "negatives.mined.min_actors": 1,
+    "negatives.mined.node_label": "zone=a",
     "bank.location": "worker",
     "bank.name": "mine",
     "bank.max_staleness": 0,
@@ -261,7 +263,7 @@ RUNS = {
 # Settings used by the parts below; the driver, the data module and the trainer read the others.
 BUILT = re.compile(
     r"data\.(image_size|decode_size|channels|max_pixels)|text\.(max.*|.*_prompt)|augment\..*|text_augment\..*|encoder\..*|text_encoder\..*|"
-    r"separate_towers|projection_head\..*|prediction_head\..*|learn_temperature|momentum_encoder\..*|negatives\.(?!bank_init|guide).*|bank\..*|"
+    r"separate_towers|projection_head\..*|prediction_head\..*|learn_temperature|momentum_encoder\..*|negatives\.(?!bank_init|guide|mined).*|bank\..*|"
     r"ema_decay|batchnorm.*|optimizer\..*|stages\.0\.(?!workers|logq).*"
 )
 
@@ -528,7 +530,10 @@ INACTIVE = {  # a recipe and a setting, and a part of the error
     "two_tower projection_head.batchnorm=true": "acts only with projection_head.num_layers 2 or 3",
     "simclr accelerator=H100": "accelerator acts only with gpu true, and this run has gpu false",
     "simclr stages.0.bias=-3": "stages.0.bias acts only with loss siglip",
-    "moco_v2 bank.shards=3": "negatives.store memory_bank or partition, and this run has negatives.store queue",
+    "moco_v2 bank.shards=3": "or negatives.mined.num 1 or more, and this run has negatives.store queue",
+    "two_tower bank.location=worker": "negatives.store queue, memory_bank or partition, or negatives.mined.num 1 or",
+    "two_tower negatives.mined.refresh=50": "negatives.mined.refresh acts only with negatives.mined.num 1 or more; remove",
+    "simcse negatives.mined.num=2": "negatives.mined.num acts only with data.kind pairs, and this run has data.kind text",
     "sogclr bank.dtype=float16": "acts only with negatives.store queue or memory_bank",
     "simcse stages.0.image_size=16": "acts only with data.kind image or image_text, and this run has data.kind",
     "instance_discrimination data.samples_per_class=4": (

@@ -202,7 +202,27 @@ TWO_TOWERS = {  # a recipe and its settings, the error, and a setting that remov
     ),
     "two_tower stages.0.loss=info_nce negatives.in_batch=false negatives.explicit=false": (
         "info_nce has no negatives; set negatives.in_batch=true, or a negatives.store",
-        "negatives.explicit=true",
+        "negatives.mined.num=1",
+    ),
+    "two_tower negatives.mined.num=2 negatives.store=queue": (
+        "negatives.mined.num 2 is incompatible with negatives.store queue; set it to none",
+        "negatives.store=none",
+    ),
+    "two_tower negatives.mined.num=30": (
+        "negatives.mined.candidates 20 is less than negatives.mined.num 30, which are drawn from them; raise it",
+        "negatives.mined.candidates=30",
+    ),
+    "two_tower negatives.mined.num=2 negatives.mined.min_actors=2": (
+        "negatives.mined.min_actors 2 is more than negatives.mined.actors 1; lower it",
+        "negatives.mined.actors=2",
+    ),
+    "two_tower negatives.mined.num=2 negatives.explicit=false stages.0.loss=siglip": (
+        "siglip cannot use mined negatives; set negatives.mined.num=0, or loss to info_nce, clip or hinge",
+        "negatives.mined.num=0",
+    ),
+    "two_tower negatives.mined.num=2 stages.0.logq_correction=simple": (
+        "logq_correction simple assumes documents drawn by their frequency, and mined negatives are not; set it to none",
+        "stages.0.logq_correction=none",
     ),
 }
 

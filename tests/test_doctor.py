@@ -147,6 +147,9 @@ def test_shards_split_the_memory_of_the_bank() -> None:
     of_pairs = small("clip", **{"stages.0.loss": "gcl", "negatives.store": "partition"})
     # A second partition function in float32.
     assert sum(bank_bytes(of_pairs, 1_000)) == sum(bank_bytes(small("sogclr"), 1_000)) + 4_000
+    mined = small("two_tower", **{"negatives.mined.num": 2, "bank.shards": 2})
+    (shard, other) = bank_bytes(mined, 1_000, num_documents=3_000)
+    assert shard == other >= 1_500 * mined.projection_head.dim * 4
 
 
 @pytest.mark.parametrize(
@@ -199,6 +202,7 @@ def test_gpu_memory_excludes_the_process_and_prefetched_rows() -> None:
         ("moco_v2", ONE, "lower negatives.capacity"),
         ("sogclr", ONE, "nodes with more memory, since each worker has the ids"),
         ("sogclr bank.location=worker", ONE, "set bank.location=actor"),
+        ("two_tower negatives.mined.num=1 stages.0.batch_size=2", TWO, "lower negatives.mined.candidates"),
         ("simclr", replace(ONE, parameters=1e9), "smaller encoder"),
     ],
 )

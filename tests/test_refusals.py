@@ -52,6 +52,10 @@ REFUSED = {
     f"{GUIDED} --data ids --set data.cache=stream": "negatives.guide needs the ids of all rows before training, which",
     "train two_tower --data ids --output new --batch-size 2 --set stages.0.logq_correction=simple "
     "--set data.cache=stream": "logq_correction needs the ids of all rows before training, which streamed data",
+    "train two_tower --data ids --output new --batch-size 2 --set negatives.mined.num=1 "
+    "--set data.cache=stream": "negatives.mined needs the ids of all rows before training, which streamed data",
+    "train two_tower --data ids --data pairs --output new --batch-size 2 --set "
+    "negatives.mined.num=1": "negatives.mined searches the documents of one data set, and there are 2; give one",
     "demo --output earlier_demo": "holds an earlier demo",
     "demo --output demo --epochs 0": "stages.0.epochs",
     EVALUATE.replace("knn", "magic"): "unknown measure 'magic'; choose knn, linear, retrieval or sts",

@@ -138,7 +138,7 @@ COLUMNS = {
     "Alignment": ["alignment"],
     "Uniformity": ["uniformity"],
     "Throughput": ["samples_per_second"],
-    "Age of the rows": ["negatives_age_mean", "negatives_age_max"],
+    "Age of the stored or mined": ["negatives_age_mean", "negatives_age_max"],
     "BatchNorm leakage": ["batchnorm_leakage"],
     "Recall of held-out pairs": ["recall_at_10", "recall_at_1"],
 }

@@ -39,7 +39,7 @@ from raycl.negatives.snapshot import read_current, shard_place, snapshot_steps
 from raycl.negatives.spec import BankSpec
 from raycl.storage import Place
 from raycl.tokenization import train_tokenizer
-from raycl.training.launch import _bank_name
+from raycl.training.banks import _bank_name
 from tests.conftest import BUCKET
 from tests.images import write_digits
 from tests.malicious_files import FORMS, as_pickle, as_text, pickled_column, write_parquet

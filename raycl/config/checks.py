@@ -23,6 +23,7 @@ def problems(run: "RunConfig") -> Iterator[str]:
         _check_sources,
         _check_losses,
         _check_guide,
+        _check_mined,
         _check_rollback,
         _check_channels,
     ):
@@ -238,7 +239,8 @@ def _problem_of_loss(run: "RunConfig", loss: str) -> str | None:
             f"loss {loss} cannot use explicit negatives; set negatives.explicit=false, or loss to "
             f"{join_names(name for name, each in LOSSES.items() if each.pairs and each.explicit_negatives)}"
         )
-    if store == "none" and not (in_batch or explicit):
+    is_mined = kind == "pairs" and run.negatives.mined.num > 0
+    if store == "none" and not (in_batch or explicit or is_mined):
         store = ", or a negatives.store" if spec.stored_negatives else ""
         return f"{loss} has no negatives; set negatives.in_batch=true{store}"
     if spec.needs_batch and not in_batch:
@@ -288,6 +290,34 @@ def _check_guide(run: "RunConfig") -> str | None:
             return (
                 "logq_correction refined counts the negatives, of which negatives.guide masks some; "
                 "set logq_correction to simple or none, or remove negatives.guide"
+            )
+    return None
+
+
+def _check_mined(run: "RunConfig") -> str | None:
+    mined, store = run.negatives.mined, run.negatives.store
+    if mined.num == 0 or why_inactive(run, "negatives.mined"):
+        return None
+    if store != "none":
+        return f"negatives.mined.num {mined.num} is incompatible with negatives.store {store}; set it to none"
+    if mined.candidates < mined.num:
+        return (
+            f"negatives.mined.candidates {mined.candidates} is less than negatives.mined.num {mined.num}, which are "
+            "drawn from them; raise it"
+        )
+    least, most = mined.actor_range
+    if least > most:
+        return f"negatives.mined.min_actors {least} is more than negatives.mined.actors {most}; lower it"
+    for stage in run.stages:
+        if not LOSSES[stage.loss].explicit_negatives:
+            able = join_names(name for name, each in LOSSES.items() if each.pairs and each.explicit_negatives)
+            return (
+                f"loss {stage.loss} cannot use mined negatives; set negatives.mined.num=0, or loss to {able}"
+            )
+        if stage.logq_correction != "none":
+            return (
+                f"logq_correction {stage.logq_correction} assumes documents drawn by their frequency, and mined "
+                "negatives are not; set it to none, or negatives.mined.num=0"
             )
     return None
 

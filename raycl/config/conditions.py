@@ -91,8 +91,15 @@ _OWN_TOKENIZER = Condition(
     lambda run, _: run.text.tokenizer is None and not run.has_pretrained_tokenizer,
 )
 _MEMORY_BANK = when("negatives.store", "memory_bank")
-_SLOTS = when("negatives.store", "memory_bank", "partition")
+_MINED = Condition("negatives.mined.num 1 or more", lambda run, _: run.negatives.mined.num > 0)
+_STORE = when("negatives.store", "queue", "memory_bank", "partition")
 _ACTOR = when("bank.location", "actor")
+_SLOTS = when("negatives.store", "memory_bank", "partition")
+_SHARDED = Condition(
+    "negatives.store memory_bank or partition, or negatives.mined.num 1 or more",
+    lambda run, index: _SLOTS.holds(run, index) or _MINED.holds(run, index),
+    "negatives.store",
+)
 _GUIDED = Condition(
     "negatives.guide.query and negatives.guide.document",
     lambda run, _: None not in (run.negatives.guide.query, run.negatives.guide.document),
@@ -221,12 +228,40 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
     "negatives.guide": (_PAIRS,),
     "negatives.guide.margin": (_GUIDED,),
     "negatives.guide.margin_strategy": (_GUIDED, _MARGIN),
-    "bank": (when("negatives.store", "queue", "memory_bank", "partition"),),
+    "negatives.mined": (_PAIRS,),
+    **{
+        f"negatives.mined.{name}": (_MINED,)
+        for name in (
+            "candidates",
+            "random_fraction",
+            "max_relative_score",
+            "refresh",
+            "actors",
+            "min_actors",
+            "cpus_per_actor",
+            "gpus_per_actor",
+            "node_label",
+        )
+    },
+    "bank": (
+        Condition(
+            "negatives.store queue, memory_bank or partition, or negatives.mined.num 1 or more",
+            lambda run, index: _STORE.holds(run, index) or _MINED.holds(run, index),
+            "negatives.store",
+        ),
+    ),
+    "bank.location": (_STORE,),
     "bank.name": (_ACTOR,),
-    "bank.shards": (_SLOTS, _ACTOR),
+    "bank.shards": (_SHARDED, _ACTOR),
     "bank.detached": (_ACTOR,),
     "bank.max_staleness": (_SLOTS, _ACTOR),
-    "bank.dtype": (when("negatives.store", "queue", "memory_bank"),),
+    "bank.dtype": (
+        Condition(
+            "negatives.store queue or memory_bank, or negatives.mined.num 1 or more",
+            lambda run, index: run.negatives.store in ("queue", "memory_bank") or _MINED.holds(run, index),
+            "negatives.store",
+        ),
+    ),
     "bank.timeout_s": (_ACTOR,),
     "batchnorm_groups": (when("batchnorm", "shuffled"),),
     "optimizer.momentum": (when("optimizer.name", "sgd", "lars"),),

@@ -377,9 +377,55 @@ class GuideConfig(Section):
     """``relative`` multiplies the margin by the absolute value of the positive's similarity."""
 
 
+class PoolConfig(Section):
+    """A pool of actors that encode."""
+
+    actors: Count = 1
+    """Most actors of the pool; it grows while callers wait for it."""
+
+    min_actors: Annotated[int, Field(ge=0)] | None = None
+    """Fewest actors of the pool, at least 0; default: exactly ``actors``."""
+
+    cpus_per_actor: Positive = 1.0
+    """CPUs reserved per actor."""
+
+    gpus_per_actor: NotNegative = 0.0
+    """GPUs reserved per actor, such as 0.5; 0 encodes on the CPU."""
+
+    node_label: Annotated[str, Field(pattern=r"^[^=\s]+=[^=\s]+$")] | None = None
+    """Ray label ``NAME=VALUE`` of the nodes for these actors; default: any node."""
+
+    @property
+    def actor_range(self) -> tuple[int, int]:
+        """The fewest and the most actors of the pool."""
+        return self.actors if self.min_actors is None else self.min_actors, self.actors
+
+
+@final
+class MinedConfig(PoolConfig):
+    """Hard negatives from a search with the newest weights, which goes on during training (ANCE: Xiong et al., 2021)."""
+
+    num: Annotated[int, Field(ge=0)] = 0
+    """Mined negatives of each query in a step, beside those of the data; 0 mines none."""
+
+    candidates: Count = 20
+    """Nearest documents of each query from which ``num`` are drawn, at least as many; 200 in ANCE."""
+
+    random_fraction: Fraction = 0.0
+    """Fraction of the mined negatives that are random documents instead, 0 to 1."""
+
+    max_relative_score: _Share = 0.95
+    """A document nearer to the query than this fraction of its positive's cosine is skipped, since it may match;
+    as for ``raycl mine``.
+    """
+
+    refresh: Count = 100
+    """Steps after which the workers publish their weights and take the newest result of the search."""
+
+
 @final
 class NegativesConfig(Section):
-    """Sources of negatives, which may be combined: the batch, explicit negatives, a queue or a memory
+    """Sources of negatives, which may be combined: the batch, explicit negatives, mined ones, a queue or a memory
     bank.
     """
 
@@ -418,10 +464,13 @@ class NegativesConfig(Section):
     guide: GuideConfig = GuideConfig()
     """Another encoder that masks negatives."""
 
+    mined: MinedConfig = MinedConfig()
+    """Explicit negatives that are mined during training."""
+
 
 @final
 class BankConfig(Section):
-    """The storage of a queue, a memory bank or partition functions."""
+    """The storage of a queue, a memory bank, partition functions, or the documents that are searched for negatives."""
 
     location: Literal["actor", "worker"] = "actor"
     """``actor`` survives a crash of the workers and answers queries; ``worker`` keeps a copy in each

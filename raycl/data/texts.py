@@ -1,9 +1,10 @@
 """Texts: tokenized by Ray Data tasks, stored as tokens, padded in batches."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
-from typing import Any, final
+from typing import Any, Self, final
 
 import numpy as np
 import pyarrow as pa
@@ -34,6 +35,22 @@ class Tokens:
         """Return [batch, length of the longest], with padding at the end."""
         return padded(self.values, self.lengths)
 
+    def take(self, numbers: NDArray[np.int64]) -> Self:
+        """Return the texts with these numbers, which may repeat."""
+        rows = [self.values[self._ends[each] - self.lengths[each] : self._ends[each]] for each in numbers]
+        values = np.concatenate([np.empty(0, np.int32), *rows])
+        return replace(self, values=values, lengths=self.lengths[numbers], text_id=self.text_id[numbers])
+
+    @classmethod
+    def joined(cls, parts: Sequence["Tokens"]) -> "Tokens":
+        """Return the texts of all parts, of which there is at least one."""
+        names = ("values", "lengths", "text_id")
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+    @cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        return np.cumsum(self.lengths)
+
 
 @final
 @dataclass(frozen=True)
@@ -48,13 +65,7 @@ class TokenLists:
 
     def picked(self, number: NDArray[np.int64]) -> Tokens:
         """Return one text of each row, by its index [batch] in the list."""
-        chosen = np.cumsum(self.counts) - self.counts + number
-        ends = np.cumsum(self.tokens.lengths)
-        lengths = self.tokens.lengths[chosen]
-        values = [
-            self.tokens.values[end - length : end] for end, length in zip(ends[chosen], lengths, strict=True)
-        ]
-        return Tokens(np.concatenate([np.empty(0, np.int32), *values]), lengths, self.tokens.text_id[chosen])
+        return self.tokens.take(np.cumsum(self.counts) - self.counts + number)
 
 
 @final

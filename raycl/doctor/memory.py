@@ -25,6 +25,7 @@ from raycl.ray_runtime import object_store_bytes
 from raycl.storage import Place
 from raycl.training.data_module import known_tokenizer
 from raycl.training.driver import check_cluster
+from raycl.training.mining import document_bank_spec
 from raycl.training.preflight import check_guide
 from raycl.training.stores import bank_spec
 
@@ -76,6 +77,8 @@ class MemoryEstimate:
         """Return how to lower the largest part by settings that act in this run."""
         parts = self.parts
         if parts["negatives"] > max(parts["activations"], parts["waiting rows"]):
+            if config.negatives.mined.num:
+                return "lower negatives.mined.candidates, of which each worker has a table"
             if config.negatives.store == "queue":
                 return "lower negatives.capacity, or set bank.dtype=float16"
             if config.bank.location == "worker":
@@ -117,7 +120,8 @@ def check_memory(
         yield _check_gpu(config, estimate, [answer.node for answer in answers])
     if data is not None:
         yield check_decoded_data(config, data, answers)
-    yield from _check_bank(config, num_samples, answers)
+    listed = data.negatives_per_pair if data is not None and config.negatives.explicit else 0.0
+    yield from _check_bank(config, num_samples, answers, num_documents=round(num_samples * (1 + listed)))
     return profiles[0].learned
 
 
@@ -208,10 +212,13 @@ def is_streamed(config: RunConfig, data: DataSummary | None) -> bool:
     return data.decoded_bytes > object_store_bytes() / 2
 
 
-def _check_bank(config: RunConfig, num_samples: int, answers: Answers) -> Iterator[CheckResult]:
-    if config.negatives.store in ("memory_bank", "partition") and not num_samples:
-        return  # its size is the number of samples
-    shards = bank_bytes(config, num_samples)
+def _check_bank(
+    config: RunConfig, num_samples: int, answers: Answers, *, num_documents: int
+) -> Iterator[CheckResult]:
+    grows_with_data = config.negatives.store in ("memory_bank", "partition") or config.negatives.mined.num
+    if grows_with_data and not num_samples:
+        return
+    shards = bank_bytes(config, num_samples, num_documents=num_documents)
     if not shards or not answers:
         return
     ids = {node["NodeID"] for node in nodes_for_a_bank()}
@@ -230,8 +237,15 @@ def _check_bank(config: RunConfig, num_samples: int, answers: Answers) -> Iterat
     yield passed_if(max(shards) <= _available(largest), "bank", seen, remedy)
 
 
-def bank_bytes(config: RunConfig, num_samples: int) -> list[float]:
-    """Return the bytes of each shard of the run's bank actors; nothing if it has none."""
+def bank_bytes(config: RunConfig, num_samples: int, *, num_documents: int = 0) -> list[float]:
+    """Return the bytes of each shard of the run's bank actors; nothing if it has none.
+
+    ``num_documents`` is the largest number of distinct documents that a miner may search.
+    """
+    if config.negatives.mined.num:
+        return _shard_bytes(
+            document_bank_spec(config, output="bank", name="bank", num_documents=num_documents)
+        )
     if config.negatives.store == "none" or config.bank.location == "worker":
         return []
     return _shard_bytes(_bank_spec(config, num_samples))
@@ -280,7 +294,7 @@ def estimate_memory(
             "negatives": _store_bytes(config, num_samples),
         }
         on_host = {"process", "waiting rows"}
-        if config.negatives.store in ("memory_bank", "partition"):
+        if config.negatives.store in ("memory_bank", "partition") or config.negatives.mined.num:
             on_host.add("negatives")
         on_gpu = frozenset(parts) - on_host if config.gpu else frozenset[str]()
         estimates.append(MemoryEstimate(stage=number, parts=parts, on_gpu=on_gpu))
@@ -293,7 +307,7 @@ def _rows_of_sides(config: RunConfig, stage: Stage, negatives_per_pair: float) -
     if not config.has_two_towers:
         return [float(local_batch * count) for count in config.views_by_size(stage).values()]
     explicit = negatives_per_pair if config.negatives.explicit else 0.0
-    return [float(local_batch), local_batch * (1.0 + explicit)]
+    return [float(local_batch), local_batch * (1.0 + explicit + config.negatives.mined.num)]
 
 
 def _activations(num_rows: float, stage: Stage, row: float, waiting: float) -> float:
@@ -304,7 +318,12 @@ def _activations(num_rows: float, stage: Stage, row: float, waiting: float) -> f
 
 
 def _store_bytes(config: RunConfig, num_samples: int) -> float:
-    """Return the bytes of the store in a worker: the whole queue, its part of a memory bank, or fetched rows."""
+    """Return the bytes of the store in a worker: the whole queue, its part of a memory bank, or fetched rows.
+
+    With mined negatives, they are those of the table: a document and its step for each candidate.
+    """
+    if config.negatives.mined.num:
+        return 8.0 * num_samples * config.negatives.mined.candidates
     if config.negatives.store == "none":
         return 0.0
     spec = _bank_spec(config, num_samples)

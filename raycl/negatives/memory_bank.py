@@ -125,6 +125,17 @@ class MemoryBank:
         self._rows[distinct] = self._average.move(before, means, self._momentum)
         self._step[distinct], self._is_unsaved[distinct] = step, True
 
+    def replace(self, sample_id: np.ndarray, rows: np.ndarray, step: int) -> None:
+        """Replace the slots of distinct samples [n] by these rows [n, dim], written at ``step``; rows are normalized.
+
+        Unlike ``update``, it keeps no rows of the step, so that one step may replace the whole bank.
+        """
+        rows, ids = checked(rows, sample_id, dim=self._rows.shape[1])
+        positions = self._samples.positions_of(ids)
+        self._rows[positions], self._step[positions] = normalized(rows), step
+        self._is_unsaved[positions] = True
+        self._calls = []
+
     def initialize(self, sample_id: np.ndarray, rows: np.ndarray) -> None:
         """Initialize the slots of the samples [n] with rows [n, dim]; rows are normalized.
 

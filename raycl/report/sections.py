@@ -162,7 +162,7 @@ def collapse_panels(run: Run) -> list[Panel]:
 
 
 def speed_panels(run: Run) -> list[Panel]:
-    """Return samples per second, the shares of the training time, and the age of a queue's or bank's rows."""
+    """Return samples per second, the shares of the training time, and the age of a queue's or bank's rows, or of mined negatives."""
     timeline, history = timeline_of(run), run.history
     panels = _plot_logged(history, timeline, ["samples_per_second"])
     if len(history["data_wait_fraction"].finite):
@@ -173,7 +173,7 @@ def speed_panels(run: Run) -> list[Panel]:
             Curve(series=history["negatives_age_mean"], label="mean"),
             Curve(series=history["negatives_age_max"], label="oldest", style=1),
         ]
-        label = "Age of the rows of the queue or bank, in steps, over the steps"
+        label = "Age of the stored or mined negatives, in steps, over the steps"
         drawing = draw_curves(curves, plot, label=label, timeline=timeline)
         panels.append(Panel(title=plot.title, drawing=drawing, caption=plot.caption))
     return panels

@@ -28,6 +28,7 @@ from raycl.storage import Place
 from raycl.training.collapse_monitor import CollapseMonitor
 from raycl.training.job import Job
 from raycl.training.metrics_logger import MetricsLogger
+from raycl.training.mined import MinedNegatives
 from raycl.training.stages import Position
 from raycl.training.stores import Store
 from raycl.training.train_state import TrainState
@@ -46,6 +47,7 @@ class Restored:
     metrics: Mapping[str, Any]
     train_state: dict[str, Any]
     store_state: Mapping[str, Any]
+    mined_state: Mapping[str, Any]
     monitor_state: Mapping[str, Any]
 
 
@@ -60,8 +62,10 @@ class Checkpointer:
         monitor: CollapseMonitor,
         logger: MetricsLogger,
         position: Position,
+        mined: MinedNegatives | None = None,
     ) -> None:
         """``position`` is the start of the run, or the checkpoint that it resumes from."""
+        self._mined = mined
         self._job, self._train_state, self._monitor, self._logger = job, train_state, monitor, logger
         self._is_writer = rank() == 0
         self._preempted: frozenset[int] = frozenset()  # ranks whose nodes will be preempted
@@ -138,6 +142,7 @@ class Checkpointer:
             state = {
                 "learner": self._train_state.state_dict(),
                 "store": store.state_dict(),
+                "mined": {} if self._mined is None else self._mined.state_dict(),
                 "watch": self._monitor.state_dict(),
                 "position": asdict(position),
                 "metrics": dict(metrics),
@@ -220,5 +225,6 @@ def _load(checkpoint: ray.train.Checkpoint) -> Restored:
         metrics=state["metrics"],
         train_state=state["learner"],
         store_state=state["store"],
+        mined_state=state.get("mined", {}),  # none in checkpoints of earlier versions
         monitor_state=state["watch"],
     )

@@ -33,6 +33,7 @@ from raycl.training.controller import (
 )
 from raycl.training.job import Job
 from raycl.training.loop import run_worker
+from raycl.training.pools import check_pools, pools_of
 from raycl.training.process import environment
 
 Printer = Callable[[str], None]
@@ -136,8 +137,9 @@ def check_cluster(config: RunConfig, *, streamed: bool, report: Printer) -> None
         workers=workers,
         cpus_per_worker=cpus_of_a_worker(config, workers, streamed=streamed),
         gpu=config.gpu,
-        spare_cpus=spare_cpus(streamed),
+        spare_cpus=spare_cpus(config, streamed=streamed),
     )
+    check_pools(config, workers=workers)
     if warning := crowding(workers):
         report(warning)
 
@@ -146,25 +148,33 @@ def cpus_of_a_worker(config: RunConfig, workers: int, *, streamed: bool) -> floa
     """Return the CPUs that each worker requests: one if the cluster can grow."""
     if config.cpus_per_worker is not None:
         return config.cpus_per_worker
-    return 1.0 if config.autoscaling else cpus_for_a_worker(workers=workers, spare_cpus=spare_cpus(streamed))
+    return (
+        1.0
+        if config.autoscaling
+        else cpus_for_a_worker(workers=workers, spare_cpus=spare_cpus(config, streamed=streamed))
+    )
 
 
 def workers_that_fit(config: RunConfig, workers: tuple[int, int], *, streamed: bool) -> tuple[int, int]:
-    """Return the minimum and maximum number of workers to request, with CPUs left for data tasks.
+    """Return the minimum and maximum number of workers to request, with CPUs left for data tasks and encoders.
 
     On a cluster that cannot grow, Ray Train would take every CPU for workers.
     """
     min_workers, max_workers = workers
-    if min_workers == max_workers or not streamed or config.autoscaling:
+    spare = spare_cpus(config, streamed=streamed)
+    if min_workers == max_workers or not spare or config.autoscaling:
         return workers
     cpus = cpus_of_a_worker(config, min_workers, streamed=streamed)
-    num_fitting = int((ray.cluster_resources().get("CPU", 0.0) - spare_cpus(streamed)) / cpus + 1e-6)
+    num_fitting = int(
+        (ray.cluster_resources().get("CPU", 0.0) - spare_cpus(config, streamed=streamed)) / cpus + 1e-6
+    )
     return min_workers, max(min_workers, min(max_workers, num_fitting))
 
 
-def spare_cpus(streamed: bool) -> float:
-    """Return the CPUs that data tasks need during training."""
-    return 1.0 if streamed else 0.0
+def spare_cpus(config: RunConfig, *, streamed: bool) -> float:
+    """Return the CPUs that data tasks and the fewest encoders of all pools need during training."""
+    pools = pools_of(config).values()
+    return float(streamed) + sum(pool.actor_range[0] * pool.cpus_per_actor for pool in pools)
 
 
 @final

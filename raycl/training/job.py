@@ -16,6 +16,7 @@ from raycl.negatives.bank import Bank
 from raycl.storage import Place
 from raycl.tokenization import Tokenizer, Vocabulary
 from raycl.training.coordinator import rows_in
+from raycl.training.mined import MinedNegatives
 from raycl.training.transforms import build_formats
 
 _MIN_ROWS_CHECKED = 1_000  # rows of a stream before its invalid fraction is checked
@@ -30,7 +31,8 @@ class Job:
     training rows of each data set. ``workers`` is the minimum
     and the maximum number of workers that were requested. ``bank`` is set if actors hold the negatives.
     ``sample_id`` refers to the ids of the ``num_samples`` samples that a memory bank has slots for, and ``guide`` to
-    the embeddings of a guide, which each node holds once.
+    the embeddings of a guide, which each node holds once; ``corpus`` to the queries and documents of the training rows,
+    if a ``miner`` searches them.
     """
 
     config: RunConfig
@@ -49,6 +51,8 @@ class Job:
     sample_id: ray.ObjectRef | None = None
     num_samples: int | None = None
     guide: ray.ObjectRef | None = None
+    corpus: ray.ObjectRef | None = None
+    miner: Any = None
     lease: Lease | None = None
 
     def check_lease(self) -> None:
@@ -71,6 +75,12 @@ class Job:
         tables = [ray.get(list(blocks)) for blocks in self.blocks]
         together = InMemoryDataset([table for each in tables for table in each], formats)
         return together, [InMemoryDataset(each, formats) for each in tables]
+
+    def mined_negatives(self) -> MinedNegatives | None:
+        """Fetch the corpus and return the negatives mined from it, if a miner searches it."""
+        if self.corpus is None:
+            return None
+        return MinedNegatives(ray.get(self.corpus), self.config.negatives.mined, seed=self.config.seed)
 
     def check_streamed_rows(self) -> None:
         """Raise ``DataError`` if too many rows of the stream were invalid so far."""

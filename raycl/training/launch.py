@@ -1,7 +1,6 @@
 """A run from its configuration to its result: check, read the data, train, report."""
 
 import contextlib
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,16 +12,13 @@ from torch import nn
 from raycl.config import RunConfig
 from raycl.data.sources import Source
 from raycl.display import Displayable, Table
-from raycl.errors import ConfigError, RayclError, RunError, StoppedError, StorageError
+from raycl.errors import RayclError, RunError, StoppedError, StorageError
 from raycl.models.build import build_towers
-from raycl.negatives.bank import Bank
-from raycl.negatives.start import start_bank
 from raycl.progress import ProgressLine, rows_read
 from raycl.ray_runtime import connect_cluster, unwrap_ray_errors
 from raycl.records import write_result
-from raycl.storage import Place
 from raycl.tokenization import Vocabulary
-from raycl.training.checkpoint import saved_steps
+from raycl.training.banks import open_bank, open_miner
 from raycl.training.coordinator import rows_in, start_coordinator
 from raycl.training.data_module import DataModule, known_tokenizer
 from raycl.training.driver import GracefulShutdown, Printer, check_cluster, train_in_groups
@@ -37,7 +33,6 @@ from raycl.training.preflight import (
     save_run_files,
     validate_run,
 )
-from raycl.training.stores import bank_spec
 from raycl.training.transforms import build_transform
 
 NOTABLE_LEAKAGE = 0.05  # encoders that cannot use the leak reach up to 0.04
@@ -166,14 +161,14 @@ def train_validated(
                 _check_towers(config, encoder, vocabulary)
         job = _read_data(run, data, coordinator, quiet=quiet)
         job = replace(job, vocabulary=vocabulary, network=encoder)
-        with _open_bank(job, report) as bank:
+        with open_bank(job, report) as bank, open_miner(replace(job, bank=bank), report) as job:
             # Only now: a refused run must not leave an output that would require --resume.
             run.lease.check()
             save_run_files(output, config, described, vocabulary)
             shutdown.begin()
             write_result(output, {"status": "running"})
             with _write_error(run, shutdown), unwrap_ray_errors():
-                final = train_in_groups(replace(job, bank=bank), shutdown, report, quiet=quiet)
+                final = train_in_groups(job, shutdown, report, quiet=quiet)
                 shutdown.end()
                 _warn_of_leakage(config, final, report)
                 return _write_result(run, data, final, coordinator)
@@ -235,41 +230,6 @@ def _read_data(run: ValidatedRun, data: DataModule, coordinator: Any, *, quiet: 
         num_samples=None if sample_id is None else len(sample_id),
         guide=None if guide is None else ray.put(guide),
     )
-
-
-@contextlib.contextmanager
-def _open_bank(job: Job, report: Printer) -> Iterator[Bank | None]:
-    """Start the actors of the store of negatives, if configured, and stop them afterwards."""
-    config, negatives = job.config, job.config.negatives
-    num_samples = job.num_samples if negatives.store == "memory_bank" else None
-    if num_samples is not None and negatives.num_negatives > num_samples:
-        raise ConfigError(
-            f"negatives.num_negatives {negatives.num_negatives} is more than the {num_samples} samples "
-            "of the memory bank; set it lower"
-        )
-    if negatives.store == "none" or config.bank.location == "worker":
-        yield None
-        return
-    name = _bank_name(job.output)
-    spec = bank_spec(config, output=job.output.uri, name=name, num_samples=job.num_samples)
-    sample_id = None if job.sample_id is None else ray.get(job.sample_id)
-    bank = start_bank(spec, sample_id, cluster_grows=config.autoscaling)
-    address = ray.get_runtime_context().gcs_address
-    report(f"bank: {spec.name} (raycl bank stats {spec.name} --address {address})")
-    try:
-        yield bank
-        try:
-            bank.prune(sorted(saved_steps(job.output)))  # Ray Train has deleted checkpoints since
-        except StorageError as error:
-            report(f"old snapshots of the bank were not deleted: {error}")
-    finally:
-        if not spec.detached:
-            bank.stop()
-
-
-def _bank_name(output: Place) -> str:
-    """Return the last part of the output's address, without characters that are invalid in a name."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", output.name).lstrip("-._") or "bank"
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from raycl.training.coordinator import send_heartbeats
 from raycl.training.evaluators import build_evaluator, build_snapshot_writer
 from raycl.training.job import Job
 from raycl.training.metrics_logger import MetricsLogger
+from raycl.training.mining import MinerClient
 from raycl.training.process import autocast, available_cores, prepare_device, prepare_process
 from raycl.training.stages import Position, StagePlan, momentum_schedule, stage_plans
 from raycl.training.step import StepOutput, train_step
@@ -76,7 +77,8 @@ class Trainer:
         train_rows = [each.where(job.holdout.is_train) for each in data_sets]
         check_equal(sum(map(len, train_rows)), "the number of training rows")
         guide = None if job.guide is None else ray.get(job.guide)
-        transform = build_transform(config, job.tokenizer, guide)
+        self._mined = job.mined_negatives()
+        transform = build_transform(config, job.tokenizer, guide, self._mined)
         sampler = job.stream or build_sampler(config, train_rows)
         self._epochs = Epochs(sampler, ViewMaker.of(config, transform, device))
         self._last_views: Views | None = None
@@ -97,12 +99,15 @@ class Trainer:
             self._state.load_state_dict(restored.train_state)
             self._monitor.load_state_dict(restored.monitor_state)
         self._store = self._open_store(restored)
+        self._miner = self._join_miner(restored)
         self._state.set_embed_config(EmbedConfig.of(config, self._plan.stage))
         self._state.wrap_ddp(device)
         self._logger = MetricsLogger(
             job, self._position, num_steps=self._num_steps, on_accelerator=device.type == "cuda"
         )
-        self._checkpointer = Checkpointer(job, self._state, self._monitor, self._logger, self._position)
+        self._checkpointer = Checkpointer(
+            job, self._state, self._monitor, self._logger, self._position, self._mined
+        )
 
     def run(self) -> Outcome | None:
         """Train until the end of the run, a stop, or a stage with another number of workers."""
@@ -147,6 +152,8 @@ class Trainer:
             )
             self._position = replace(position, seconds=self._logger.clock.seconds())
             self._is_stopping = output.stop_requested
+            if self._miner is not None:
+                self._miner.after_step(position.step, self._towers)
             if collapse := self._record(output):
                 return self._handle_collapse(collapse)
             if self._is_stopping or self._position.stage_step == self._plan.stage.steps:
@@ -222,6 +229,7 @@ class Trainer:
                 **measures,
                 **self._epochs.metrics(),
                 **self._store.metrics(step=position.step - 1, seconds=seconds),
+                **({} if self._miner is None else self._miner.metrics(step=position.step)),
             }
             self._logger.write(position, metrics)
             if rank() == 0:
@@ -272,6 +280,7 @@ class Trainer:
         self._logger.roll_back(self._position, text)
         self._metrics["rollbacks"] = self._position.rollbacks
         self._store = self._open_store(restored)
+        self._miner = self._join_miner(restored)
         self._monitor.reset()
         self._state.set_embed_config(EmbedConfig.of(self._config, self._plan.stage))
         self._logger.clock.lap(self._position.samples)  # or the next lap would count negative samples
@@ -348,6 +357,17 @@ class Trainer:
         if restored is not None:
             store.load_state_dict(restored.store_state)
         return store
+
+    def _join_miner(self, restored: Restored | None) -> MinerClient | None:
+        """Restore the table of the checkpoint, and let the miner begin with the weights as they are now."""
+        if self._mined is None:
+            return None
+        if restored is not None:
+            self._mined.load_state_dict(restored.mined_state)
+        refresh = self._config.negatives.mined.refresh
+        client = MinerClient(self._job.miner, self._mined, refresh=refresh, device=self._device)
+        client.publish(self._position.step, self._towers)
+        return client
 
     @torch.no_grad()
     def _initialize_bank(self) -> None:

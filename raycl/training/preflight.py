@@ -32,7 +32,8 @@ from raycl.tracking import check_trackers
 # extend the last stage and append further stages.
 MAY_CHANGE = re.compile(
     r"workers|min_workers|gpu|accelerator|autoscaling|cpus_per_worker|stages\.\d+\.(workers|chunk_size|cached_chunks|activation_checkpoint_every)|"
-    r"checkpoints\..*|monitor\..*|tracking\..*|data\.cache|bank\.(detached|max_staleness|timeout_s)|log_every_steps|max_failures"
+    r"checkpoints\..*|monitor\..*|tracking\..*|data\.cache|bank\.(detached|max_staleness|timeout_s)|"
+    r"negatives\.mined\.(actors|min_actors|cpus_per_actor|gpus_per_actor|node_label|refresh)|log_every_steps|max_failures"
 )
 _ADDRESSES = re.compile(r"negatives\.guide\.(query|document)")  # may be changed, but not added or removed
 
@@ -106,6 +107,7 @@ def check_streamed(config: RunConfig) -> None:
     needs = {
         "logq_correction": any(stage.logq_correction != "none" for stage in config.stages),
         "negatives.guide": config.negatives.guide.query is not None,
+        "negatives.mined": config.negatives.mined.num > 0,
     }
     if names := [name for name, is_set in needs.items() if is_set]:
         raise ConfigError(
@@ -130,6 +132,10 @@ def check_data_sets(config: RunConfig, number: int) -> None:
     if number > 1 and config.negatives.guide.query is not None:
         raise ConfigError(
             f"negatives.guide has the ids of one data set, and there are {number}; give one, or remove it"
+        )
+    if number > 1 and config.negatives.mined.num > 0:
+        raise ConfigError(
+            f"negatives.mined searches the documents of one data set, and there are {number}; give one, or remove it"
         )
     if number > 1 and config.negatives.store != "none":
         raise ConfigError(

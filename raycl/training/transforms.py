@@ -28,6 +28,7 @@ from raycl.losses.example_ids import ExampleIds
 from raycl.losses.logq import Frequencies
 from raycl.tokenization import Tokenizer
 from raycl.training.guide import GuideTables
+from raycl.training.mined import MinedNegatives
 
 _CHOICE = 6 << 40  # a separate sequence of draws, after the sequences of the augmentations
 
@@ -74,14 +75,17 @@ def image_format(config: RunConfig) -> ImageFormat:
 
 
 def build_transform(
-    config: RunConfig, tokenizer: Tokenizer | None = None, guide: GuideTables | None = None
+    config: RunConfig,
+    tokenizer: Tokenizer | None = None,
+    guide: GuideTables | None = None,
+    mined: MinedNegatives | None = None,
 ) -> "Transform":
     """Return the transform from rows to views; raises ``ConfigError`` for invalid settings."""
     kind = config.data.kind
     if kind == "image":
         return ImageTransform.of(config)
     if kind == "pairs":
-        return PairTransform(explicit=config.negatives.explicit, guide=guide)
+        return PairTransform(explicit=config.negatives.explicit, guide=guide, mined=mined)
     assert tokenizer is not None, "texts need a tokenizer"
     if kind == "text":
         return TextTransform("text", config, tokenizer)
@@ -287,6 +291,7 @@ class PairTransform(Transform):
 
     explicit: bool = True
     guide: GuideTables | None = None
+    mined: MinedNegatives | None = None
 
     def view(self, batch: Batch, number: int) -> Draft:
         """Return the queries or the documents."""
@@ -306,11 +311,9 @@ class PairTransform(Transform):
         return torch.from_numpy(tokens_of(batch, "document").text_id)
 
     def negatives(self, batch: Batch) -> Tensor | None:
-        """Return the negatives of all queries in order, or None."""
-        if not self._has_negatives(batch):
-            return None
-        tokens = texts_of(batch, "negatives").tokens
-        return torch.from_numpy(tokens.padded()) if len(tokens) else None
+        """Return the explicit negatives of all queries in order and then the mined ones, or None without any."""
+        texts = self._negatives(batch)
+        return torch.from_numpy(texts.padded()) if texts is not None and len(texts) else None
 
     def example_ids(self, batch: Batch) -> ExampleIds:
         """Return text ids and, if the data have ids, these as well: [num_rows, 1] or [num_rows, 2]."""
@@ -321,13 +324,11 @@ class PairTransform(Transform):
         key = [tokens_of(batch, "document").text_id]
         if document_id is not None:
             key.append(document_id.values)
-        negative = []
-        if self._has_negatives(batch):
-            negative.append(texts_of(batch, "negatives").tokens.text_id)
+        negative, texts = [], self._negatives(batch)
+        if texts is not None:
+            negative.append(texts.text_id)
             if document_id is not None:
-                negative_ids = ids_of(batch, "negative_ids")
-                # Negatives without ids are identified by their texts alone.
-                negative.append(negative[0] if negative_ids is None else negative_ids.values)
+                negative.append(self._negative_ids(batch))
         return ExampleIds(
             query=_columns(query),
             key=_columns(key),
@@ -335,7 +336,26 @@ class PairTransform(Transform):
             guide=None if self.guide is None else self.guide.of(query[1], key[1], *negative[1:]),
         )
 
-    def _has_negatives(self, batch: Batch) -> bool:
+    def _negatives(self, batch: Batch) -> Tokens | None:
+        """Return the texts of all negatives; None if neither the data nor a miner gives any."""
+        parts = [texts_of(batch, "negatives").tokens] if self._has_explicit(batch) else []
+        if self.mined is not None:
+            parts.append(self.mined.tokens(self.mined.draw(batch)))
+        return Tokens.joined(parts) if parts else None
+
+    def _negative_ids(self, batch: Batch) -> NDArray[np.int64]:
+        """Return the ids of all negatives; those without ids are identified by their texts alone."""
+        parts = []
+        if self._has_explicit(batch):
+            ids = ids_of(batch, "negative_ids")
+            parts.append(texts_of(batch, "negatives").tokens.text_id if ids is None else ids.values)
+        if self.mined is not None:
+            document_id = self.mined.corpus.document_id
+            assert document_id is not None, "the corpus has the ids of the rows"
+            parts.append(document_id[self.mined.draw(batch).document])
+        return np.concatenate(parts)
+
+    def _has_explicit(self, batch: Batch) -> bool:
         return self.explicit and "negatives" in batch.contents
 
 

@@ -1,0 +1,304 @@
+"""The miner: an actor that searches hard negatives with the newest weights while the workers train (Xiong et al., 2021).
+
+A pool of encoders embeds all documents into a bank, the oldest first, and the bank searches the nearest documents of each
+query. The death of any of them costs fresh negatives, never the run: Ray restarts it, and the workers keep the last table.
+"""
+
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import chain, count, repeat
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from raycl.config import RunConfig
+from raycl.config.schema import MinedConfig
+from raycl.data.matches import SPARE, Matches
+from raycl.data.texts import Tokens
+from raycl.errors import last_line
+from raycl.evaluation.embed import embed
+from raycl.models.build import build_towers
+from raycl.models.registry import SideName
+from raycl.models.towers import TwoTowers
+from raycl.negatives.bank import Bank
+from raycl.negatives.search import Neighbors
+from raycl.tokenization import Vocabulary
+from raycl.training.corpus import Corpus
+from raycl.training.encoder_pool import Encoded, EncoderPool, Request, Weights
+from raycl.training.mined import MinedTable
+from raycl.training.process import available_cores, prepare_device, prepare_process
+
+Numbers = NDArray[np.int64]
+
+_BATCH = 256  # texts that a tower embeds together
+_BLOCK = 1_024  # texts that are embedded with the same weights
+_RETRY_S = 0.5  # after a failure
+
+
+class Published(NamedTuple):
+    """The weights of a step; ``group`` names the worker group, whose steps may lie before those of an earlier one."""
+
+    group: str
+    step: int
+    weights: Weights
+
+
+class News(NamedTuple):
+    """Answer of a miner: its process, and its newest table unless the caller has it."""
+
+    incarnation: str
+    table: MinedTable | None
+
+
+class _OutdatedError(Exception):
+    """Another worker group began: the weights in use are not in its past."""
+
+
+# Embeds blocks of texts in order, of queries or documents (``key``).
+EncodeBlocks = Callable[[SideName, Iterator[Tokens]], Iterator[Encoded]]
+
+
+@final
+class PairEncoder:
+    """The towers of pairs in evaluation mode, in an actor of the pool."""
+
+    def __init__(self, config: RunConfig, vocabulary: Vocabulary, network: nn.Module | None = None) -> None:
+        """Build the towers, on the GPU if this process has one."""
+        prepare_process(min(available_cores(), max(1, int(config.negatives.mined.cpus_per_actor))))
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        config = prepare_device(config, self._device)
+        self._precision = config.tower_precision if self._device.type == "cuda" else "float32"
+        towers = build_towers(config, vocabulary, network)
+        assert isinstance(towers, TwoTowers), "pairs have two towers"
+        self._towers = towers.to(self._device).eval()
+
+    def load(self, weights: Weights) -> None:
+        """Use these weights from now on."""
+        self._towers.load_state_dict({name: torch.tensor(value) for name, value in weights.items()})
+
+    def encode(self, texts: Tokens, *, side: SideName) -> NDArray[np.float32]:
+        """Return the embeddings [num_texts, dim] of queries or documents."""
+        tower = self._towers.query if side == "query" else self._towers.key_tower
+        order = np.argsort(texts.lengths, kind="stable")  # texts of similar lengths need less padding
+        batches = (
+            torch.from_numpy(texts.take(order[start : start + _BATCH]).padded()).to(self._device)
+            for start in range(0, len(order), _BATCH)
+        )
+        found = embed(tower, batches, precision=self._precision).numpy()
+        rows = np.empty_like(found)
+        rows[order] = found
+        return rows
+
+
+@final
+class Search:
+    """Embed the texts of a corpus and search hard negatives, without Ray except for the shards of ``bank``."""
+
+    def __init__(
+        self, settings: MinedConfig, corpus: Corpus, matches: Matches[int], bank: Bank, encode: EncodeBlocks
+    ) -> None:
+        self._settings, self._corpus, self._matches = settings, corpus, matches
+        self._bank, self._encode = bank, encode
+        self._row_step = np.full(len(corpus.document), -1)
+        self._incarnations = [""] * bank.spec.num_shards
+        self._pairs_of_query: dict[int, list[int]] = {}
+        for pair, query in enumerate(corpus.positive[:, 0].tolist()):
+            self._pairs_of_query.setdefault(query, []).append(pair)
+
+    def forget_after(self, step: int) -> None:
+        """Count rows of later steps as never embedded: another worker group continues at this step."""
+        self._row_step[self._row_step > step] = -1
+
+    def embed_documents(self) -> None:
+        """Replace the rows of all documents in the bank, the oldest first."""
+        blocks = list(_in_blocks(np.argsort(self._row_step, kind="stable")))
+        texts = (self._corpus.document.take(block) for block in blocks)
+        for numbers, (rows, step, _) in zip(blocks, self._encode("key", texts), strict=True):
+            slots, ids = self._corpus.slot[numbers], self._corpus.bank_id[numbers]
+            incarnations = self._bank.replace(slots, ids, rows, step)
+            self._note_lost_rows(incarnations)
+            self._row_step[numbers] = step
+
+    def mine(self) -> MinedTable:
+        """Search the documents near all queries, and return the hard negatives of all pairs."""
+        shape = len(self._corpus.positive), self._settings.candidates
+        document, step_of = np.full(shape, -1, np.int32), np.full(shape, -1, np.int32)
+        blocks = list(_in_blocks(np.unique(self._corpus.positive[:, 0])))
+        texts = (self._corpus.query.take(block) for block in blocks)
+        steps = []
+        for queries, (rows, step, _) in zip(blocks, self._encode("query", texts), strict=True):
+            steps.append(step)
+            for pair, mined, steps_of_rows in self._mine_block(queries, rows):
+                document[pair, : len(mined)], step_of[pair, : len(mined)] = mined, steps_of_rows
+        return MinedTable(document=document, step=step_of, query_step=min(steps))
+
+    def _mine_block(
+        self, queries: Numbers, rows: NDArray[np.float32]
+    ) -> Iterator[tuple[int, list[int], list[int]]]:
+        """Yield each pair of these queries, its hard negatives, and the steps of their rows."""
+        corpus, settings = self._corpus, self._settings
+        matched = [corpus.matches_of(query) for query in queries]
+        # Matches are dropped from the answers: ask for as many more.
+        k = min(settings.candidates + SPARE + max(map(len, matched)), len(corpus.document))
+        similarity = self._similarity_of_pairs(queries, rows)
+        for query, known, found in zip(queries, matched, self._bank.nearest(rows, k), strict=True):
+            near, step = self._without(known, found, settings.candidates + SPARE)
+            for pair in self._pairs_of_query[query]:
+                mined = self._matches.hard_negatives(
+                    pair,
+                    near,
+                    similarity[pair],
+                    num_negatives=settings.candidates,
+                    max_relative_score=settings.max_relative_score,
+                ).mined
+                yield pair, mined, [step[place] for place in mined]
+
+    def _without(
+        self, known: NDArray[np.int64], found: Neighbors, k: int
+    ) -> tuple[list[tuple[int, float]], dict[int, int]]:
+        """Return up to k documents that are not known matches, with similarities, and the step of each."""
+        documents = self._corpus.documents_of(found.sample_id)
+        kept = np.flatnonzero(~np.isin(documents, known))[:k]
+        numbers = documents[kept].tolist()
+        near = list(zip(numbers, found.similarity[kept].tolist(), strict=True))
+        return near, dict(zip(numbers, found.step[kept].tolist(), strict=True))
+
+    def _similarity_of_pairs(self, queries: Numbers, rows: NDArray[np.float32]) -> dict[int, float]:
+        """Return the cosine of each pair of these queries; -inf, which no document is below, without its document."""
+        pairs = [pair for query in queries for pair in self._pairs_of_query[query]]
+        positive = self._corpus.positive[pairs]
+        documents, place = np.unique(positive[:, 1], return_inverse=True)
+        held = self._bank.get(self._corpus.bank_id[documents])
+        query_rows = rows[np.searchsorted(queries, positive[:, 0])]
+        cosine = (held.rows[place].astype(np.float32) * query_rows).sum(1)
+        cosine[held.step[place] < 0] = -np.inf
+        return dict(zip(pairs, cosine.tolist(), strict=True))
+
+    def _note_lost_rows(self, incarnations: list[str]) -> None:
+        """Count the rows of a shard as never embedded if its process is another one than before."""
+        for shard, now in enumerate(incarnations):
+            if now and self._incarnations[shard] not in ("", now):
+                first, stop = self._bank.spec.first_slots[shard : shard + 2]
+                self._row_step[(self._corpus.slot >= first) & (self._corpus.slot < stop)] = -1
+            self._incarnations[shard] = now or self._incarnations[shard]
+
+
+def _in_blocks(numbers: Numbers) -> Iterator[Numbers]:
+    yield from (numbers[start : start + _BLOCK] for start in range(0, len(numbers), _BLOCK))
+
+
+@final
+class Miner:
+    """The actor: a thread mines with the newest weights, as often as there are new ones; a pool embeds."""
+
+    def __init__(
+        self,
+        settings: MinedConfig,
+        corpus: Corpus,
+        matches: Matches[int],
+        bank: Bank,
+        pool: EncoderPool,
+        coordinator: Any,
+    ) -> None:
+        self._search = Search(settings, corpus, matches, bank, self._encode)
+        self._pool, self._num_ahead = pool, 2 * settings.actors
+        self._coordinator = coordinator
+        self._incarnation, self._num_tables = uuid.uuid4().hex, 0
+        self._published: Published | None = None
+        self._in_use: Published | None = None
+        self._attempt: Any = None  # of the pool, for this worker group
+        self._table: MinedTable | None = None
+        self._changed = threading.Condition()
+        threading.Thread(target=self._run, name="mining", daemon=True).start()
+
+    def publish(self, group: str, step: int, weights: Weights) -> None:
+        """Mine with these weights from now on; a new worker group ends the search for an earlier one."""
+        with self._changed:
+            if self._published is not None and self._published.group != group:
+                self._table = None
+            self._published = Published(group, step, weights)
+            self._changed.notify_all()
+
+    def news(self, group: str, version: str) -> News:
+        """Return the newest table for this worker group, unless it is of this version."""
+        with self._changed:
+            is_for_group = self._published is not None and self._published.group == group
+            table = self._table if is_for_group else None
+            return News(self._incarnation, None if table is None or table.version == version else table)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._published is not self._in_use)
+            try:
+                self._mine()
+            except _OutdatedError:
+                continue
+            # The run must not end with its miner: it reports the failure, and mines with the next weights.
+            except Exception as error:
+                self._coordinator.add_notice.remote(
+                    f"the miner failed and tries again with newer weights: {last_line(error)}"
+                )
+                time.sleep(_RETRY_S)
+
+    def _mine(self) -> None:
+        """Embed all documents, search all queries, and keep the table."""
+        published = self._published
+        assert published is not None, "the first weights were waited for"
+        if self._in_use is None or self._in_use.group != published.group:
+            self._search.forget_after(published.step)
+            self._attempt = self._pool.begin()
+        self._use(published)
+        self._search.embed_documents()
+        table = self._search.mine()
+        with self._changed:
+            self._check_group()
+            self._num_tables += 1
+            self._table = replace(table, version=f"{self._incarnation}-{self._num_tables}")
+
+    def _use(self, published: Published) -> None:
+        """Let the pool embed with these weights."""
+        self._in_use = published
+        self._pool.publish(published.weights, step=published.step, attempt=self._attempt)
+
+    def _encode(self, side: SideName, blocks: Iterator[Tokens]) -> Iterator[Encoded]:
+        """Embed the blocks in order with the newest weights, some ahead of the others."""
+        requests: deque[tuple[Tokens, Request]] = deque()
+        waited_s = 0.0
+        for texts in chain(blocks, repeat(None, self._num_ahead)):
+            published = self._check_group()
+            if published is not self._in_use:
+                self._use(published)
+            if texts is not None:
+                requests.append((texts, self._pool.encode(texts, side=side, waited_s=waited_s)))
+            if requests and (texts is None or len(requests) > self._num_ahead):
+                first, request = requests.popleft()
+                encoded = request.encoded
+                waited_s = request.waited_s
+                yield encoded or self._encode_again(first, side)
+
+    def _encode_again(self, texts: Tokens, side: SideName) -> Encoded:
+        """Ask until an encoder answers: they start, or the pool has lost all and the weights with them."""
+        for attempt in count():
+            time.sleep(_RETRY_S)
+            published = self._check_group()
+            if attempt:
+                self._use(published)
+            encoded = self._pool.encode(texts, side=side, waited_s=_RETRY_S).encoded
+            if encoded is not None:
+                return encoded
+        raise AssertionError("count has no end")
+
+    def _check_group(self) -> Published:
+        """Return the newest weights; raises ``_OutdatedError`` if they are of another worker group."""
+        published, in_use = self._published, self._in_use
+        if published is None or in_use is None or published.group != in_use.group:
+            raise _OutdatedError
+        return published

@@ -1,0 +1,186 @@
+"""The start of a miner by the driver, and the workers' exchange with it: weights for tables of hard negatives."""
+
+import contextlib
+import time
+import uuid
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, final
+
+import numpy as np
+import ray
+import torch
+from numpy.typing import NDArray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from torch import Tensor
+
+from raycl.config import RunConfig
+from raycl.distributed import all_sum, rank
+from raycl.errors import ConfigError
+from raycl.models.towers import Towers
+from raycl.negatives.bank import Bank
+from raycl.negatives.spec import BankSpec
+from raycl.training.corpus import build_corpus
+from raycl.training.encoder_pool import start_pool
+from raycl.training.job import Job
+from raycl.training.mined import MinedNegatives, MinedTable
+from raycl.training.miner import Miner, News, PairEncoder
+from raycl.training.pools import label_of
+
+_ASK_EVERY_S = 0.5
+
+
+def read_corpus(job: Job) -> tuple[ray.ObjectRef, ray.ObjectRef, NDArray[np.int64]]:
+    """Return references to the corpus of the run's training rows and to its matches, and the ids of its documents.
+
+    Raises ``ConfigError`` if it has too few documents.
+    """
+    mined = job.config.negatives.mined
+
+    def build(job: Job) -> tuple[Any, Any, NDArray[np.int64]]:
+        rows, text, tokenizer = job.load_rows()[0].where(job.holdout.is_train), job.config.text, job.tokenizer
+        assert tokenizer is not None, "pairs have a tokenizer"
+        lengths = (
+            tokenizer.num_prompt_tokens(text.query_prompt),
+            tokenizer.num_prompt_tokens(text.document_prompt),
+        )
+        built = build_corpus(rows, explicit=job.config.negatives.explicit, prompt_lengths=lengths)
+        return built.corpus, built.matches, built.corpus.bank_id
+
+    task: Any = ray.remote(num_cpus=0, num_returns=3)(build)
+    corpus, matches, ids = task.remote(job)
+    bank_id: NDArray[np.int64] = ray.get(ids)
+    if mined.candidates >= len(bank_id):
+        raise ConfigError(
+            f"negatives.mined.candidates {mined.candidates} are not fewer than the {len(bank_id)} distinct documents to "
+            "train on; set it lower, or give more data"
+        )
+    return corpus, matches, bank_id
+
+
+def document_bank_spec(config: RunConfig, *, output: str, name: str, num_documents: int) -> BankSpec:
+    """Return the spec of the bank of a miner's documents, whose rows are replaced."""
+    return BankSpec(
+        name=config.bank.name or name,
+        kind="memory_bank",
+        dim=config.projection_head.dim,
+        output=output,
+        capacity=num_documents,
+        dtype=config.bank.dtype,
+        seed=config.seed,
+        momentum=0.0,
+        num_shards=config.bank.shards,
+        detached=config.bank.detached,
+        timeout_s=config.bank.timeout_s,
+    )
+
+
+@contextlib.contextmanager
+def start_miner(job: Job, matches: ray.ObjectRef, bank: Bank) -> Iterator[Any]:
+    """Start the miner, which Ray restarts if it dies, and its pool of encoders, and end them afterwards."""
+    mined, coordinator = job.config.negatives.mined, job.coordinator
+    # By reference, which lives as long as the pool: a restarted one needs it again.
+    settings = ray.put((job.config, job.vocabulary, job.network))
+    least, most = mined.actor_range
+    with start_pool(
+        partial(_build_encoder, settings),
+        least=least,
+        most=most,
+        resources={"CPU": mined.cpus_per_actor, "GPU": mined.gpus_per_actor},
+        labels=label_of(mined),
+        report=partial(_add_notice, coordinator),
+    ) as pool:
+        # On the driver's node, as the pool and the coordinator.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": here}
+        actor: Any = ray.remote(**options)(Miner)
+        miner = actor.remote(mined, job.corpus, matches, bank, pool, coordinator)
+        try:
+            yield miner
+        finally:
+            ray.kill(miner)
+
+
+def _build_encoder(settings: ray.ObjectRef) -> PairEncoder:
+    found: Any = ray.get(settings)
+    return PairEncoder(*found)
+
+
+def _add_notice(coordinator: Any, text: str) -> None:
+    coordinator.add_notice.remote(text)
+
+
+@final
+class MinerClient:
+    """A worker's exchange with the miner; every worker makes the calls, and rank 0 speaks for all of them.
+
+    It never waits for the miner. All workers take the same table after the same step.
+    """
+
+    def __init__(self, miner: Any, mined: MinedNegatives, *, refresh: int, device: torch.device) -> None:
+        self._miner, self._mined, self._refresh, self._device = miner, mined, refresh, device
+        self._group = uuid.uuid4().hex
+        self._asked: ray.ObjectRef | None = None
+        self._asked_at = 0.0
+        self._sending: ray.ObjectRef | None = None
+        self._newest: MinedTable | None = None
+        self._version = self._incarnation = ""
+        self._num_restarts = 0
+
+    def after_step(self, step: int, towers: Towers) -> None:
+        """Publish the weights after ``step`` steps and take the newest table, every ``refresh`` steps; collective."""
+        if rank() == 0:
+            self._ask()
+        if step % self._refresh == 0:
+            self.publish(step, towers)
+            self._share()
+
+    def publish(self, step: int, towers: Towers) -> None:
+        """Send the weights, unless the miner has not got the last ones yet; only rank 0 does."""
+        if rank() != 0 or (self._sending is not None and not _is_ready(self._sending)):
+            return
+        weights = {name: value.detach().cpu().numpy() for name, value in towers.state_dict().items()}
+        self._sending = self._miner.publish.remote(self._group, step, ray.put(weights))
+
+    def metrics(self, *, step: int) -> dict[str, float]:
+        """Return the ages of this worker's mined negatives at this step, and the restarts of the miner."""
+        return self._mined.metrics(step=step) | {"miner_restarts": float(self._num_restarts)}
+
+    def _ask(self) -> None:
+        """Collect the answer of the miner, if it is there, and ask for a newer table."""
+        if self._asked is not None and _is_ready(self._asked):
+            with contextlib.suppress(RayError):  # a dead miner: it is asked again
+                self._note(ray.get(self._asked))  # pyright: ignore[reportArgumentType]
+            self._asked = None
+        if self._asked is None and time.monotonic() - self._asked_at > _ASK_EVERY_S:
+            self._asked_at = time.monotonic()
+            self._asked = self._miner.news.remote(self._group, self._version)
+
+    def _note(self, news: News) -> None:
+        self._num_restarts += self._incarnation not in ("", news.incarnation)
+        self._incarnation = news.incarnation
+        if news.table is not None:
+            self._newest, self._version = news.table, news.table.version
+
+    def _share(self) -> None:
+        """Take the newest table of rank 0, if it has a new one; collective."""
+        newest, self._newest = self._newest, None
+        query_step = self._sum_of_first(torch.tensor([-1 if newest is None else newest.query_step]))
+        if int(query_step) < 0:
+            return
+        shape = 2, len(self._mined.corpus.positive), self._mined.num_candidates
+        both = torch.zeros(shape, dtype=torch.int32)
+        if newest is not None:
+            both = torch.from_numpy(np.stack([newest.document, newest.step]))
+        document, step = self._sum_of_first(both).numpy()
+        self._mined.use(MinedTable(document=document, step=step, query_step=int(query_step)))
+
+    def _sum_of_first(self, value: Tensor) -> Tensor:
+        """Return the value of rank 0 on every worker."""
+        own = value if rank() == 0 else torch.zeros_like(value)
+        return all_sum(own.to(self._device)).cpu()
+
+
+def _is_ready(reference: ray.ObjectRef) -> bool:
+    return bool(ray.wait([reference], timeout=0, fetch_local=False)[0])

@@ -1,0 +1,37 @@
+"""The pools of encoders of a run: their settings, and whether they fit beside the workers."""
+
+import ray
+
+from raycl.config import RunConfig
+from raycl.config.schema import PoolConfig
+from raycl.errors import ConfigError
+
+
+def pools_of(config: RunConfig) -> dict[str, PoolConfig]:
+    """Return the settings of the pools that a run starts, by the name of their section."""
+    mined = config.negatives.mined
+    return {"negatives.mined": mined} if mined.num else {}
+
+
+def label_of(pool: PoolConfig) -> dict[str, str]:
+    """Return the Ray label of the nodes for a pool; empty for any node."""
+    name, _, value = (pool.node_label or "").partition("=")
+    return {name: value} if name else {}
+
+
+def check_pools(config: RunConfig, *, workers: int) -> None:
+    """Raise ``ConfigError`` if the fewest encoders have too few GPUs beside the workers, or no node has their label."""
+    num_gpus = ray.cluster_resources().get("GPU", 0.0) - workers * config.gpu
+    for name, pool in pools_of(config).items():
+        (least, _), label = pool.actor_range, label_of(pool).items()
+        if label and not any(label <= node["Labels"].items() for node in ray.nodes() if node["Alive"]):
+            raise ConfigError(
+                f"no node has the label {pool.node_label} of {name}.node_label; name one that a node has, or set "
+                "autoscaling=true if the cluster will grow"
+            )
+        need = least * pool.gpus_per_actor
+        if need > num_gpus:
+            raise ConfigError(
+                f"{name} needs {need:g} GPUs for {least} actors, and the workers leave {max(0.0, num_gpus):g}; lower "
+                f"{name}.gpus_per_actor, or set autoscaling=true if the cluster will grow"
+            )

@@ -1,0 +1,513 @@
+"""Negatives mined during training: the corpus, the search with a frozen encoder, and the draws of a batch."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from ray.exceptions import ActorDiedError, RayError
+
+from raycl.config.overrides import override
+from raycl.config.schema import MinedConfig
+from raycl.data.ids import entity_id
+from raycl.data.in_memory import InMemoryDataset, tokens_of
+from raycl.data.matches import SPARE
+from raycl.data.texts import Tokens
+from raycl.errors import ConfigError, RunError
+from raycl.evaluation.search import search
+from raycl.inference.mining import _Pairs
+from raycl.inference.reading import Values
+from raycl.models.build import build_towers
+from raycl.models.registry import SideName
+from raycl.models.towers import TwoTowers
+from raycl.negatives import MemoryBank, Negatives
+from raycl.negatives.search import Neighbors, merge, nearest
+from raycl.negatives.spec import BankSpec
+from raycl.training import miner as miner_module
+from raycl.training import mining
+from raycl.training.corpus import Built, Corpus, build_corpus
+from raycl.training.driver import check_cluster
+from raycl.training.encoder_pool import Encoded
+from raycl.training.mined import MinedNegatives, MinedTable
+from raycl.training.miner import Miner, News, PairEncoder, Search
+from raycl.training.mining import MinerClient
+from raycl.training.transforms import PairTransform
+from tests.pairs import clicks, rows_of, small_config, vocabulary
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NUM_ROWS, CANDIDATES = 60, 6
+ROWS = clicks(NUM_ROWS, num_negatives=[0, 2, 1])
+CONFIG = small_config(settings={"negatives.mined.num": 2, "negatives.mined.candidates": CANDIDATES})
+
+
+class LocalBank:
+    """A bank of one shard in this process."""
+
+    def __init__(self, corpus: Corpus, dim: int = 16) -> None:
+        self.ids = np.sort(corpus.bank_id)
+        settings: dict[str, Any] = {"dim": dim, "capacity": len(self.ids), "momentum": 0.0}
+        self.spec = BankSpec(name="local", kind="memory_bank", output="/", **settings)
+        self.incarnation = "first"
+        self.begin()
+
+    def begin(self) -> None:
+        self.store = MemoryBank(self.ids, self.spec.dim, seed=0, momentum=0.0)
+
+    def replace(self, slots: Any, sample_id: Any, rows: Any, step: int) -> list[str]:
+        assert np.array_equal(self.store.slots_of(sample_id), slots)
+        self.store.replace(sample_id, rows, step)
+        return [self.incarnation]
+
+    def get(self, sample_id: NDArray[np.int64]) -> Negatives:
+        return self.store.get(sample_id)
+
+    def nearest(self, query: Any, k: int) -> list[Neighbors]:
+        found = nearest(self.store.negatives(), query, k, without=None)
+        return [merge([each], k) for each in found]
+
+
+def held_rows(values: dict[str, list[Any]] = ROWS) -> InMemoryDataset:
+    return rows_of(CONFIG, values)
+
+
+def towers(seed: int = 0) -> TwoTowers:
+    built = build_towers(CONFIG.model_copy(update={"seed": seed}), vocabulary())
+    assert isinstance(built, TwoTowers)
+    return built.eval()
+
+
+def text_ids(texts: Sequence[str], role: str) -> list[int]:
+    """Return the ids that a run gives to texts in this role."""
+    rows = rows_of(CONFIG, {"query": texts, "document": texts})
+    return tokens_of(rows.take(np.arange(len(texts))), role).text_id.tolist()
+
+
+def numpy_weights(network: TwoTowers) -> dict[str, NDArray[Any]]:
+    return {name: value.numpy() for name, value in network.state_dict().items()}
+
+
+def search_of(built: Built, bank: Any, weights: dict[str, NDArray[Any]], **settings: Any) -> Search:
+    """Return a search with one encoder, at step 7."""
+    encoder = PairEncoder(CONFIG, vocabulary())
+    encoder.load(weights)
+
+    def encode(side: SideName, blocks: Iterator[Tokens]) -> Iterator[Encoded]:
+        return (Encoded(encoder.encode(texts, side=side), 7, 1) for texts in blocks)
+
+    mined = CONFIG.negatives.mined.model_copy(update=settings)
+    return Search(mined, built.corpus, built.matches, bank, encode)
+
+
+@torch.no_grad()
+def embedded(texts: Sequence[str], network: TwoTowers, *, of_queries: bool) -> torch.Tensor:
+    batch = rows_of(CONFIG, {"query": texts, "document": texts}).take(np.arange(len(texts)))
+    tower, role = (network.query, "query") if of_queries else (network.key_tower, "document")
+    rows = [
+        tower(torch.from_numpy(tokens_of(batch, role).take(np.array([each])).padded()))
+        for each in range(len(texts))
+    ]
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("max_relative_score", [1.0, 0.9])
+def test_the_miner_finds_the_negatives_of_raycl_mine_with_the_same_encoder(max_relative_score: float) -> None:
+    built, network = build_corpus(held_rows(), explicit=True), towers()
+    bank = LocalBank(built.corpus)
+    search_in_bank = search_of(built, bank, numpy_weights(network), max_relative_score=max_relative_score)
+    search_in_bank.embed_documents()
+    table = search_in_bank.mine()
+    numbers = {"query_id", "document_id"}
+    by_role = {
+        role: [
+            [entity_id(each) for each in value]
+            if role == "negative_ids"
+            else entity_id(value)
+            if role in numbers
+            else value
+            for value in values
+        ]
+        for role, values in ROWS.items()
+    }
+    pairs = _Pairs(Values(by_role=by_role, label=np.full(NUM_ROWS, -1)))
+    query = embedded(pairs.query.texts, network, of_queries=True)
+    document = embedded(pairs.document.texts, network, of_queries=False)
+    ranking = search(query, document, k=CANDIDATES + SPARE, excluded=pairs.known.all())
+    own = (query[pairs.known.positive[:, 0]] * document[pairs.known.positive[:, 1]]).sum(1).numpy()
+    written, mined = pairs.with_mined(ranking, own, CANDIDATES, max_relative_score)
+    assert min(mined.num_negatives, mined.num_too_near) > NUM_ROWS
+    expected = {}
+    for number, row in enumerate(written.to_pylist()):
+        limits = {"num_negatives": 0, "max_relative_score": 1.0}
+        num_explicit = len(pairs.known.hard_negatives(number, [], 1.0, **limits).explicit)
+        (q,), (d,) = text_ids([row["query"]], "query"), text_ids([row["document"]], "document")
+        expected[q, d] = text_ids(row["negatives"], "document")[num_explicit:]
+    corpus = built.corpus
+    names = corpus.document.text_id
+    got = {
+        (int(corpus.query.text_id[q]), int(names[d])): names[row[row >= 0]].tolist()
+        for (q, d), row in zip(corpus.positive, table.document, strict=True)
+    }
+    assert got == expected
+    assert np.array_equal(table.step >= 0, table.document >= 0)
+    assert set(table.step[table.step >= 0].tolist()) == {7}
+
+
+def test_a_table_holds_the_nearest_documents_of_a_plain_search_in_float64() -> None:
+    rows = {role: ROWS[role] for role in ("query", "document")}
+    built, network = build_corpus(held_rows(rows), explicit=True), towers()
+    corpus = built.corpus
+    bank = LocalBank(corpus)
+    search_in_bank = search_of(built, bank, numpy_weights(network), max_relative_score=1.0)
+    search_in_bank.embed_documents()
+    table = search_in_bank.mine()
+    query, document = network.double()(
+        torch.from_numpy(corpus.query.padded()), torch.from_numpy(corpus.document.padded())
+    )
+    similarity = (query @ document.T).detach().numpy()
+    for (q, d), found in zip(corpus.positive, table.document, strict=True):
+        below = [
+            place
+            for place in np.argsort(-similarity[q], kind="stable").tolist()
+            if place not in corpus.matches_of(q).tolist()
+        ][: CANDIDATES + SPARE]
+        expected = [place for place in below if similarity[q, place] <= similarity[q, d]][:CANDIDATES]
+        assert found[found >= 0].tolist() == expected
+
+
+def test_rows_of_a_shard_that_lost_them_and_of_later_steps_are_embedded_first() -> None:
+    built = build_corpus(held_rows(), explicit=True)
+    bank = LocalBank(built.corpus)
+    search_in_bank = search_of(built, bank, numpy_weights(towers()))
+    search_in_bank.embed_documents()
+    ages = search_in_bank._row_step
+    assert (ages == 7).all()
+    search_in_bank.forget_after(6)
+    assert (ages == -1).all()
+    search_in_bank.embed_documents()
+    bank.incarnation = "second"
+    search_in_bank._note_lost_rows(["second"])
+    assert (ages == -1).all()
+
+
+# The miner
+
+
+class LocalPool:
+    """A pool of one encoder in this process; its first ``num_lost`` requests find none."""
+
+    def __init__(self, num_lost: int = 0) -> None:
+        self.encoder, self.num_lost, self.steps = PairEncoder(CONFIG, vocabulary()), num_lost, list[int]()
+
+    def begin(self) -> str:
+        return "attempt"
+
+    def publish(self, weights: Any, *, step: int, attempt: str) -> None:
+        assert attempt == "attempt"
+        self.encoder.load(weights)
+        self.steps.append(step)
+
+    def encode(self, texts: Tokens, *, waited_s: float = 0.0, **how: Any) -> SimpleNamespace:
+        self.num_lost -= 1
+        encoded = None
+        if self.num_lost < 0:
+            encoded = Encoded(self.encoder.encode(texts, **how), self.steps[-1], 1)
+        return SimpleNamespace(encoded=encoded, waited_s=waited_s)
+
+
+def newest_table(miner: Miner, group: str, version: str = "") -> MinedTable:
+    """Wait for a table other than this version."""
+    deadline = time.monotonic() + 60
+    while (table := miner.news(group, version).table) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return table
+
+
+def test_a_miner_mines_with_the_newest_weights_of_the_latest_group_and_waits_for_a_lost_pool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(miner_module, "_RETRY_S", 0.01)
+    built, weights = (
+        build_corpus(held_rows(), explicit=True),
+        [numpy_weights(towers(seed)) for seed in (0, 1)],
+    )
+    expected = []
+    for each in weights:
+        in_bank = search_of(built, LocalBank(built.corpus), each)
+        in_bank.embed_documents()
+        expected.append(in_bank.mine().document)
+    assert not np.array_equal(*expected)
+    pool, notices = LocalPool(num_lost=3), MagicMock()
+    bank: Any = LocalBank(built.corpus)
+    local: Any = pool
+    miner = Miner(CONFIG.negatives.mined, *built, bank, local, notices)
+    assert miner.news("first", "").table is None
+    miner.publish("first", 40, weights[0])
+    first = newest_table(miner, "first")
+    np.testing.assert_array_equal(first.document, expected[0])
+    assert (first.query_step, set(first.step[first.document >= 0])) == (40, {40})
+    assert miner.news("first", first.version).table is None
+    assert miner.news("second", "").table is None
+    miner.publish("second", 20, weights[1])  # it resumes before the weights of the first one
+    second = newest_table(miner, "second")
+    np.testing.assert_array_equal(second.document, expected[1])
+    assert (second.query_step, set(second.step[second.document >= 0])) == (20, {20})
+    assert not notices.mock_calls
+    with patch.object(bank, "nearest", side_effect=RunError("a shard is away")):
+        miner.publish("second", 25, weights[0])
+        while not notices.mock_calls:
+            time.sleep(0.01)
+    assert "a shard is away" in str(notices.mock_calls[0])
+    miner.publish("second", 30, weights[0])
+    np.testing.assert_array_equal(newest_table(miner, "second", second.version).document, expected[0])
+
+
+# Draws
+
+
+def negatives_of(corpus: Corpus, table: MinedTable | None, **settings: Any) -> MinedNegatives:
+    given: dict[str, Any] = {"num": 3, "candidates": CANDIDATES} | settings
+    mined = MinedNegatives(corpus, MinedConfig(**given), seed=5)
+    mined.use(table)
+    return mined
+
+
+def any_table(corpus: Corpus, num_known: int = CANDIDATES) -> MinedTable:
+    """Return a table of documents that match no query of the pair, with a step that tells them apart."""
+    document = np.full((len(corpus.positive), CANDIDATES), -1, np.int32)
+    for pair, (query, _) in enumerate(corpus.positive):
+        others = np.setdiff1d(np.arange(len(corpus.document)), corpus.matches_of(query))
+        document[pair, :num_known] = others[:num_known]
+    return MinedTable(document=document, step=np.where(document < 0, -1, 100 + document), query_step=200)
+
+
+def test_each_query_draws_distinct_candidates_of_its_pair_with_their_steps() -> None:
+    rows = held_rows()
+    corpus = build_corpus(rows, explicit=True).corpus
+    mined = negatives_of(corpus, any_table(corpus))
+    seen = []
+    for epoch in range(20):
+        batch = rows.take(np.arange(40), epoch=epoch)
+        drawn = mined.draw(batch)
+        documents = drawn.document.reshape(40, 3)
+        candidates = any_table(corpus).document[corpus.pairs_of(batch.sample_id)]
+        assert all(
+            len(set(row)) == 3 and set(row) <= set(known)
+            for row, known in zip(documents, candidates, strict=True)
+        )
+        assert np.array_equal(drawn.step, 100 + drawn.document)
+        seen.append(documents)
+    first = np.stack(seen)[:, 0].ravel()
+    assert set(first) == set(any_table(corpus).document[corpus.pairs_of(rows.sample_id[:1])][0])
+    assert mined.metrics(step=250) == {
+        "mined_random_fraction": 0.0,
+        "negatives_age_mean": pytest.approx(150 - seen[-1].mean()),
+        "negatives_age_max": 150 - seen[-1].min(),
+    }
+
+
+def test_the_draws_of_a_row_do_not_depend_on_the_number_of_workers() -> None:
+    rows = held_rows()
+    corpus = build_corpus(rows, explicit=True).corpus
+    mined = negatives_of(corpus, any_table(corpus, 4), random_fraction=0.4)
+    whole = mined.draw(rows.take(np.arange(40), epoch=3))
+    halves = [mined.draw(rows.take(np.arange(start, 40, 2), epoch=3)) for start in (0, 1)]
+    for name in ("document", "step"):
+        interleaved = np.stack([getattr(each, name).reshape(20, 3) for each in halves], 1)
+        assert np.array_equal(interleaved.ravel(), getattr(whole, name))
+
+
+@pytest.mark.parametrize(
+    ("num_known", "fraction", "expected"), [(6, 0.0, 0.0), (1, 0.0, 2 / 3), (6, 0.5, 0.5), (None, 0.0, 1.0)]
+)
+def test_random_documents_match_no_query_and_fill_what_the_table_lacks(
+    num_known: int | None, fraction: float, expected: float
+) -> None:
+    rows = held_rows()
+    corpus = build_corpus(rows, explicit=True).corpus
+    table = None if num_known is None else any_table(corpus, num_known)
+    mined = negatives_of(corpus, table, random_fraction=fraction)
+    found = set()
+    fractions = []
+    for epoch in range(60):
+        batch = rows.take(np.arange(NUM_ROWS), epoch=epoch)
+        drawn = mined.draw(batch)
+        fractions.append(mined.metrics(step=0)["mined_random_fraction"])
+        queries = np.repeat(corpus.positive[corpus.pairs_of(batch.sample_id), 0], 3)
+        is_random = drawn.step < 0
+        for query, document in zip(queries[is_random], drawn.document[is_random], strict=True):
+            assert document not in corpus.matches_of(query)
+        found |= set(drawn.document[is_random].tolist())
+    assert np.mean(fractions) == pytest.approx(expected, abs=0.03)
+    if expected:
+        assert found == set(range(len(corpus.document)))
+
+
+def test_mined_documents_follow_the_explicit_negatives_with_their_texts_and_ids() -> None:
+    rows = held_rows()
+    corpus = build_corpus(rows, explicit=True).corpus
+    mined = negatives_of(corpus, any_table(corpus))
+    batch = rows.take(np.arange(20), epoch=1)
+    plain, transform = PairTransform(), PairTransform(mined=mined)
+    documents, explicit = mined.draw(batch).document, plain.example_ids(batch).negative
+    assert explicit is not None
+    assert corpus.document_id is not None
+    added = np.stack([corpus.document.text_id[documents], corpus.document_id[documents]], axis=1)
+    names = transform.example_ids(batch).negative
+    assert names is not None
+    assert torch.equal(names, torch.cat([explicit, torch.from_numpy(added)]))
+    tokens = transform.negatives(batch)
+    assert tokens is not None
+    for number, row in zip(documents, tokens[len(explicit) :], strict=True):
+        length = corpus.document.lengths[number]
+        assert row[:length].tolist() == corpus.document.take(np.array([number])).values.tolist()
+        assert not row[length:].any()
+    without = PairTransform(explicit=False, mined=mined)
+    assert torch.equal(without.example_ids(batch).negative, torch.from_numpy(added))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"negatives.mined.actors": 3}, "2 workers with 1 CPUs each and 3 for other tasks need 5 CPUs, the"),
+        (
+            {"negatives.mined.gpus_per_actor": 0.5},
+            "negatives.mined needs 0.5 GPUs for 1 actors, and the workers",
+        ),
+        (
+            {"negatives.mined.node_label": "zone=b"},
+            "no node has the label zone=b of negatives.mined.node_label;",
+        ),
+    ],
+)
+def test_a_pool_that_does_not_fit_beside_the_workers_is_refused_in_one_line(
+    settings: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 4.0})
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Labels": {"zone": "a"}}])
+    config = override(CONFIG, {"workers": 2, "cpus_per_worker": 1.0})
+    check_cluster(config, streamed=False, report=lambda _: None)
+    with pytest.raises(ConfigError, match=problem):
+        check_cluster(override(config, settings), streamed=False, report=lambda _: None)
+
+
+class LocalRay:
+    """Ray's calls of a client, whose answers arrive only while ``is_fast``."""
+
+    def __init__(self) -> None:
+        self.is_fast = True
+
+    def put(self, value: Any) -> Any:
+        return value
+
+    def wait(self, references: list[Any], **_: Any) -> tuple[list[Any], list[Any]]:
+        return (references, []) if self.is_fast else ([], references)
+
+    def get(self, answer: Any) -> Any:
+        assert self.is_fast, "a step waits for the miner"
+        if isinstance(answer, RayError):
+            raise answer
+        return answer
+
+
+def test_a_step_never_waits_for_the_miner_and_survives_its_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus, local = build_corpus(held_rows(), explicit=True).corpus, LocalRay()
+    monkeypatch.setattr(mining, "ray", local)
+    monkeypatch.setattr(mining, "_ASK_EVERY_S", -1.0)
+    mined, miner, network = negatives_of(corpus, None), MagicMock(), towers()
+    client = MinerClient(miner, mined, refresh=5, device=torch.device("cpu"))
+    tables = [replace(any_table(corpus, known), version=f"{known}") for known in (5, 6)]
+    miner.news.remote.return_value = News("first", tables[0])
+    client.publish(0, network)
+    group, step, weights = miner.publish.remote.call_args.args
+    assert step == 0
+    assert all(np.array_equal(weights[name], value) for name, value in network.state_dict().items())
+    for step in range(1, 5):
+        client.after_step(step, network)
+    assert mined.table is None  # taken at multiples of refresh alone
+    client.after_step(5, network)
+    np.testing.assert_array_equal(mined.table.document, tables[0].document)  # type: ignore[union-attr]
+    assert miner.publish.remote.call_args.args[:2] == (group, 5)
+    assert miner.news.remote.call_args.args == (group, "5")
+    local.is_fast = False
+    for step in range(6, 11):
+        client.after_step(step, network)
+    assert miner.publish.remote.call_args.args[1] == 5  # those weights are still on their way
+    local.is_fast = True
+    miner.news.remote.return_value = ActorDiedError()
+    for step in range(11, 16):
+        client.after_step(step, network)
+    np.testing.assert_array_equal(mined.table.document, tables[0].document)  # type: ignore[union-attr]
+    miner.news.remote.return_value = News("second", tables[1])
+    for step in range(16, 21):
+        client.after_step(step, network)
+    np.testing.assert_array_equal(mined.table.document, tables[1].document)  # type: ignore[union-attr]
+    assert client.metrics(step=20)["miner_restarts"] == 1
+    kept = negatives_of(corpus, None)
+    kept.load_state_dict(mined.state_dict())
+    np.testing.assert_array_equal(kept.table.step, tables[1].step)  # type: ignore[union-attr]
+    kept.load_state_dict({})
+    assert kept.table is None
+
+
+# The corpus
+
+
+def test_a_document_is_in_the_bank_under_the_least_id_of_its_rows_and_else_under_that_of_its_text() -> None:
+    values = {
+        "query": ["one", "two", "three", "two"],
+        "document": ["a b", "c", "a b", "two"],
+        "negatives": [["d"], ["c"], [], []],
+    }
+    rows = held_rows(values)
+    built = build_corpus(rows, explicit=True)
+    corpus, (d,) = built.corpus, text_ids(["d"], "document")
+    assert corpus.document.text_id.tolist() == text_ids(["a b", "c", "two", "d"], "document")
+    assert corpus.bank_id.tolist() == [0, 1, 3, d]
+    assert corpus.positive.tolist() == [[0, 0], [1, 1], [2, 0], [1, 2]]
+    assert corpus.pairs_of(np.array([3, 0, 2])).tolist() == [3, 0, 2]
+    assert [corpus.matches_of(query).tolist() for query in range(3)] == [[0], [1, 2], [0]]
+    assert corpus.document_id is None
+    assert np.array_equal(corpus.documents_of(corpus.bank_id), np.arange(4))
+    assert np.array_equal(np.argsort(corpus.slot), np.argsort(corpus.bank_id))
+    assert len(build_corpus(rows, explicit=False).corpus.document) == 3
+
+
+def test_the_own_text_of_a_query_matches_it_whatever_the_prompts() -> None:
+    prompts = {"text.query_prompt": "query: ", "text.document_prompt": "a longer passage: "}
+    config = small_config(settings=prompts | {"text.max_length": 40, "text.max_document_length": 40})
+    values = {"query": ["one two", "three"], "document": ["four", "one two"]}
+    rows, tokenizer = rows_of(config, values), vocabulary().tokenizer
+    lengths = (
+        tokenizer.num_prompt_tokens(config.text.query_prompt),
+        tokenizer.num_prompt_tokens(config.text.document_prompt),
+    )
+    corpus = build_corpus(rows, explicit=True, prompt_lengths=lengths).corpus
+    assert [corpus.matches_of(query).tolist() for query in (0, 1)] == [[0, 1], [1]]
+
+
+# The bank
+
+
+def test_replaced_rows_have_unit_length_and_the_step_and_are_saved_with_the_next_snapshot() -> None:
+    bank, rows = MemoryBank(np.arange(5), 3, seed=0, momentum=0.0), np.arange(1.0, 7.0).reshape(2, 3)
+    bank.mark_saved()
+    before = bank.get(np.arange(5)).rows
+    bank.update(np.array([3]), rows[:1].astype(np.float32), 8)
+    bank.replace(np.array([3, 1]), rows.astype(np.float32), 8)
+    held = bank.get(np.arange(5))
+    assert held.step.tolist() == [-1, 8, -1, 8, -1]
+    np.testing.assert_allclose(
+        held.rows[[3, 1]], rows / np.linalg.norm(rows, axis=1, keepdims=True), rtol=1e-6
+    )
+    np.testing.assert_array_equal(held.rows[[0, 2, 4]], before[[0, 2, 4]])
+    assert bank.unsaved().tolist() == [1, 3]
+    bank.replace(np.array([3]), rows[1:].astype(np.float32), 8)  # the rows of one step are no mean
+    np.testing.assert_array_equal(bank.get(np.array([3])).rows, held.rows[[1]])
