@@ -267,8 +267,11 @@ class MemoryBankClient:
         """Return this worker's shards that get rows, with ids and rows as they are sent; raises ``ConfigError``."""
         if not self._shards:
             return []
+        shard_of = self._shards_of(self._samples.positions_of(sample_id))
+        if len(rows) == len(sample_id):  # or they are refused below
+            mine = np.flatnonzero(shard_of % self._num_workers == self._rank)
+            rows, sample_id, shard_of = rows[mine], sample_id[mine], shard_of[mine]
         rows, ids = checked(rows, sample_id, dim=self._spec.dim)
-        shard_of = self._shards_of(self._samples.positions_of(ids))
         if self._spec.sent_dtype != np.float32:
             # Lengths do not matter, and small rows would underflow.
             rows = normalized(rows).astype(self._spec.sent_dtype)
