@@ -1,6 +1,6 @@
 """The bank's and the queue's protocol with many workers, on one machine: time, bytes, memory, losses.
 
-    python benchmarks/scale.py [--json scale.json] [--picture docs/images/scale.png] [--quick]
+    python benchmarks/scale.py [--json scale.json] [--picture scale.png] [--quick]
         [--workers 1 2 4 ...] [--shards 1 4 16] [--rows 100000 ...] [--queue 65536] [--local-batch 64]
         [--num-negatives 4096] [--dim 128] [--processes 8] [--blocks 3] [--steps 8] [--lose-steps 8]
 

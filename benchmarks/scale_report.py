@@ -1,6 +1,6 @@
 """Report the lines of ``scale.py``: exponents, the price of a call, the table of docs/scale.md and its picture.
 
-    python benchmarks/scale_report.py scale.json docs/images/scale.png
+    python benchmarks/scale_report.py scale.json scale.png
 
 CPU times cover shards and clients, without Ray's own processes.
 """

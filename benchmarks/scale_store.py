@@ -1,24 +1,34 @@
-"""The store of one worker among many, for ``scale.py``: its calls are real, and what other workers send is made up.
+"""The store of one worker among many: its shards are real, and what other workers send is made up.
+
+    python benchmarks/scale_store.py [--json store.json] [--workers 1 16 ...] [--shards 16] [--rows 1000000]
+        [--local-batch 32] [--num-negatives 4096] [--dim 128] [--steps 9]
 
 The slots of all workers are true, as after a gather. Other workers' rows are copies of this worker's in new memory,
-so that a message costs what it costs to receive it from memory, without a network.
+so a message costs what receiving it from memory costs, without a network. Here the shards are in this process, and
+their CPU time is reported apart: neither Ray nor serialization is in it. ``scale.py`` measures the same store with Ray's actors.
 """
 
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
-from measuring import Line
+from measuring import Line, make_parser, report, table
 from scale_clients import Work
 from torch import Tensor
 
+from raycl.negatives import rpc
+from raycl.negatives.actor import MemoryBankActor
 from raycl.negatives.bank import Bank
 from raycl.negatives.client import MemoryBankClient
+from raycl.negatives.snapshot import write_samples
+from raycl.negatives.spec import BankSpec
 from raycl.training import group_bank, stores
 from raycl.training.group_bank import GroupBank
 from raycl.training.stores import BankStore
@@ -26,6 +36,12 @@ from raycl.training.views import Views
 
 CPU = torch.device("cpu")
 WARMUP = 3  # steps
+STORES = {
+    "workers": "workers",
+    "worker": "a worker that",
+    "thread_cpu": "CPU of its store, ms",
+    "shard_cpu": "CPU of its shards, ms",
+}
 
 
 class MadeUpRows:
@@ -102,3 +118,68 @@ def _clocks(client: MemoryBankClient) -> dict[str, float]:
         "wall": time.perf_counter(),
         "waited": client.waited_s,
     }
+
+
+class ShardHere:
+    """A shard in this process, as an actor's handle; it counts its CPU seconds."""
+
+    cpu_s = 0.0  # of all shards
+
+    def __init__(self, spec: BankSpec, number: int) -> None:
+        self._actor = MemoryBankActor(spec, number)
+
+    def __getattr__(self, method: str) -> Any:
+        def remote(*arguments: Any) -> Any:
+            since = time.thread_time()
+            try:
+                return getattr(self._actor, method)(*arguments)
+            finally:
+                ShardHere.cpu_s += time.thread_time() - since
+
+        return SimpleNamespace(remote=remote)
+
+
+def measure_here(work: Work, rank: int, *, num_shards: int, num_steps: int) -> Line:
+    """Measure the store of a worker whose shards are in this process."""
+    with tempfile.TemporaryDirectory() as output:
+        spec = BankSpec(
+            name="here",
+            kind="memory_bank",
+            dim=work.dim,
+            output=output,
+            capacity=work.num_rows,
+            dtype="float16",
+            num_shards=num_shards,
+        )
+        write_samples(spec, np.arange(work.num_rows))
+        with patch.object(rpc, "ray", SimpleNamespace(get=lambda answer, timeout: answer)):
+            bank, ShardHere.cpu_s = Bank(spec, [ShardHere(spec, shard) for shard in range(num_shards)]), 0.0
+            line = measure_store(bank, work, rank, num_steps=num_steps, pause_s=0.0)
+    shard_ms = 1e3 * ShardHere.cpu_s / num_steps
+    return line | {"shard_cpu": shard_ms, "thread_cpu": line["thread_cpu"] - shard_ms}
+
+
+def main() -> None:
+    sizes: dict[str, Any] = {"rows": 1_000_000, "local_batch": 32, "num_negatives": 4_096, "dim": 128}
+    workers = [1, 16, 64, 256, 1_024]
+    options = make_parser(__doc__, workers=workers, shards=16, steps=9, **sizes).parse_args()
+    torch.set_num_threads(1)
+    lines = []
+    for num_workers in options.workers:
+        work = Work(
+            kind="memory_bank",
+            num_workers=num_workers,
+            num_rows=options.rows,
+            local_batch=options.local_batch,
+            num_negatives=options.num_negatives,
+            dim=options.dim,
+        )
+        last = num_workers - 1  # a worker that calls no shard, if there is one
+        for rank in [0, last] if last >= options.shards else [0]:
+            counts = {"num_shards": options.shards, "num_steps": options.steps}
+            lines.append(measure_here(work, rank, **counts))
+    report(options, lines, table(lines, **STORES))
+
+
+if __name__ == "__main__":
+    main()
