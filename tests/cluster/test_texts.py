@@ -367,6 +367,11 @@ def test_images_and_captions_have_separate_towers_and_partition_functions(tmp_pa
     output = tmp_path / "run"
     result = raycl.train(config, data=str(data), output=str(output), quiet=True)
     assert 0 < result.final["recall_at_10"] <= 1
+    # The second epoch reads the partition functions that the first has stored.
+    lines = read_metrics(Place(str(output)))
+    ages = [line["negatives_age_mean"] for line in lines if "negatives_age_mean" in line]
+    assert len(ages) == result.steps // 2
+    assert min(ages) > 0
     image, text = (raycl.load_encoder(str(output), side=side) for side in ("query", "key"))
     assert image.spec.representation_dim == text.spec.representation_dim == 16
     unfinished = without_encoder(output, tmp_path / "unfinished")
