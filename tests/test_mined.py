@@ -181,6 +181,30 @@ def test_a_table_holds_the_nearest_documents_of_a_plain_search_in_float64() -> N
         assert found[found >= 0].tolist() == expected
 
 
+def test_long_texts_are_embedded_in_smaller_blocks_so_that_a_slow_encoder_answers_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limit, built, blocks = 30, build_corpus(held_rows(), explicit=True), list[Tokens]()
+    search_in_bank = search_of(built, LocalBank(built.corpus), numpy_weights(towers()))
+    encode = search_in_bank._encode
+
+    def note(side: SideName, texts: Iterator[Tokens]) -> Iterator[Encoded]:
+        blocks.extend(texts)
+        return encode(side, iter(blocks))
+
+    monkeypatch.setattr(miner_module, "_BLOCK_TOKENS", limit)
+    search_in_bank._encode = note
+    search_in_bank.embed_documents()
+    sums = [int(each.lengths.sum()) for each in blocks]
+    assert len(blocks) > 2
+    assert all(total <= limit or len(each.lengths) == 1 for total, each in zip(sums, blocks, strict=True))
+    # The next text would not fit.
+    nexts = [int(each.lengths[0]) for each in blocks[1:]]
+    assert all(total + more > limit for total, more in zip(sums, nexts, strict=False))
+    np.testing.assert_array_equal(Tokens.joined(blocks).text_id, built.corpus.document.text_id)
+    assert (search_in_bank._row_step == 7).all()
+
+
 def test_rows_of_a_shard_that_lost_them_and_of_later_steps_are_embedded_first() -> None:
     built = build_corpus(held_rows(), explicit=True)
     bank = LocalBank(built.corpus)

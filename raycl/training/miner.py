@@ -38,7 +38,8 @@ from raycl.training.process import available_cores, prepare_device, prepare_proc
 Numbers = NDArray[np.int64]
 
 _BATCH = 256  # texts that a tower embeds together
-_BLOCK = 1_024  # texts that are embedded with the same weights
+# Texts that an encoder embeds in one request, with the same weights. It must answer in time, on a single CPU too.
+_BLOCK, _BLOCK_TOKENS = 1_024, 32_768
 _RETRY_S = 0.5  # after a failure
 
 
@@ -118,7 +119,8 @@ class Search:
 
     def embed_documents(self) -> None:
         """Replace the rows of all documents in the bank, the oldest first."""
-        blocks = list(_in_blocks(np.argsort(self._row_step, kind="stable")))
+        oldest_first = np.argsort(self._row_step, kind="stable")
+        blocks = list(_in_blocks(oldest_first, self._corpus.document))
         texts = (self._corpus.document.take(block) for block in blocks)
         for numbers, (rows, step, _) in zip(blocks, self._encode("key", texts), strict=True):
             slots, ids = self._corpus.slot[numbers], self._corpus.bank_id[numbers]
@@ -130,7 +132,7 @@ class Search:
         """Search the documents near all queries, and return the hard negatives of all pairs."""
         shape = len(self._corpus.positive), self._settings.candidates
         document, step_of = np.full(shape, -1, np.int32), np.full(shape, -1, np.int32)
-        blocks = list(_in_blocks(np.unique(self._corpus.positive[:, 0])))
+        blocks = list(_in_blocks(np.unique(self._corpus.positive[:, 0]), self._corpus.query))
         texts = (self._corpus.query.take(block) for block in blocks)
         steps = []
         for queries, (rows, step, _) in zip(blocks, self._encode("query", texts), strict=True):
@@ -190,8 +192,15 @@ class Search:
             self._incarnations[shard] = now or self._incarnations[shard]
 
 
-def _in_blocks(numbers: Numbers) -> Iterator[Numbers]:
-    yield from (numbers[start : start + _BLOCK] for start in range(0, len(numbers), _BLOCK))
+def _in_blocks(numbers: Numbers, texts: Tokens) -> Iterator[Numbers]:
+    """Yield the numbers of texts in order, in blocks of limited texts and tokens; a longer text is a block."""
+    ends, start = np.cumsum(texts.lengths[numbers]), 0
+    while start < len(numbers):
+        before = ends[start - 1] if start else 0
+        fitting = int(np.searchsorted(ends, before + _BLOCK_TOKENS, side="right"))
+        stop = min(max(fitting, start + 1), start + _BLOCK)
+        yield numbers[start:stop]
+        start = stop
 
 
 @final
