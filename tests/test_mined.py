@@ -400,6 +400,10 @@ def test_mined_documents_follow_the_explicit_negatives_with_their_texts_and_ids(
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
+        (
+            {"negatives.mined.cpus_per_actor": 8.0},
+            "negatives.mined needs 8 CPUs for 1 actors, and the cluster has 4;",
+        ),
         ({"negatives.mined.actors": 3}, "2 workers with 1 CPUs each and 3 for other tasks need 5 CPUs, the"),
         (
             {"negatives.mined.gpus_per_actor": 0.5},

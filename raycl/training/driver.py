@@ -133,13 +133,13 @@ def check_cluster(config: RunConfig, *, streamed: bool, report: Printer) -> None
     if config.autoscaling:
         return
     workers = max(config.worker_range(stage)[0] for stage in config.stages)
+    check_pools(config, workers=workers)
     check_resources(
         workers=workers,
         cpus_per_worker=cpus_of_a_worker(config, workers, streamed=streamed),
         gpu=config.gpu,
         spare_cpus=spare_cpus(config, streamed=streamed),
     )
-    check_pools(config, workers=workers)
     if warning := crowding(workers):
         report(warning)
 

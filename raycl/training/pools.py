@@ -20,8 +20,9 @@ def label_of(pool: PoolConfig) -> dict[str, str]:
 
 
 def check_pools(config: RunConfig, *, workers: int) -> None:
-    """Raise ``ConfigError`` if the fewest encoders have too few GPUs beside the workers, or no node has their label."""
-    num_gpus = ray.cluster_resources().get("GPU", 0.0) - workers * config.gpu
+    """Raise ``ConfigError`` if the fewest encoders have too few CPUs or GPUs beside the workers, or no node has their label."""
+    have = ray.cluster_resources()
+    num_cpus, num_gpus = have.get("CPU", 0.0), max(0.0, have.get("GPU", 0.0) - workers * config.gpu)
     for name, pool in pools_of(config).items():
         (least, _), label = pool.actor_range, label_of(pool).items()
         if label and not any(label <= node["Labels"].items() for node in ray.nodes() if node["Alive"]):
@@ -29,9 +30,15 @@ def check_pools(config: RunConfig, *, workers: int) -> None:
                 f"no node has the label {pool.node_label} of {name}.node_label; name one that a node has, or set "
                 "autoscaling=true if the cluster will grow"
             )
+        cpus = least * pool.cpus_per_actor
+        if cpus >= num_cpus:  # the workers need some too
+            raise ConfigError(
+                f"{name} needs {cpus:g} CPUs for {least} actors, and the cluster has {num_cpus:g}; lower "
+                f"{name}.cpus_per_actor, or set autoscaling=true if the cluster will grow"
+            )
         need = least * pool.gpus_per_actor
         if need > num_gpus:
             raise ConfigError(
-                f"{name} needs {need:g} GPUs for {least} actors, and the workers leave {max(0.0, num_gpus):g}; lower "
+                f"{name} needs {need:g} GPUs for {least} actors, and the workers leave {num_gpus:g}; lower "
                 f"{name}.gpus_per_actor, or set autoscaling=true if the cluster will grow"
             )
