@@ -2,7 +2,7 @@
 
     python benchmarks/scale.py [--json scale.json] [--picture scale.png] [--quick]
         [--workers 1 2 4 ...] [--shards 1 4 16] [--rows 100000 ...] [--queue 65536] [--local-batch 64]
-        [--num-negatives 4096] [--dim 128] [--processes 8] [--blocks 3] [--steps 8] [--lose-steps 8]
+        [--num-negatives 4096] [--dim 128] [--processes 8] [--blocks 3] [--steps 8] [--lose-steps 8] [--kills 20]
 
 Shards are Ray's actors as in training. Workers are real clients, a thread each, in ``--processes``
 actors; they do nothing between the bank's calls, so a step is the protocol's alone, and they keep
@@ -12,7 +12,8 @@ a step's wall time is the sum of everybody's work, and only CPU time a call and 
 ``--steps`` are a block's; ``--lose-steps`` those before the snapshot, twice as many after.
 
 Each row follows from its sample and step, and read rows are checked: all ids, a sample of rows.
-The largest bank is filled, saved, and loses a shard half-way; then every row is checked.
+The largest bank is filled, saved, and loses a shard half-way; then every row is checked. Then it loses ``--kills``
+shards in turn and is written and saved after each, while a thread asks for rows, neighbors and statistics.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ import numpy as np
 import ray
 from measuring import Line, make_parser, private_mb, report, summarize
 from scale_clients import ClientGroup, Work, add_up, join, process_seconds, run, thread_seconds
-from scale_drill import lose_a_shard, num_wrong_keys
+from scale_drill import kill_while_asked, lose_a_shard, num_wrong_keys
 from scale_model import bank_payload, queue_payload
 from scale_report import draw, text
 from scale_store import measure_store
@@ -157,6 +159,14 @@ def measure_stores(bank: Bank, work: Work, options: argparse.Namespace) -> list[
     ]
 
 
+def write_and_save(groups: list[Any], bank: Bank, work: Work, num_steps: int, number: int) -> None:
+    """Make the next steps after those of ``lose_a_shard``, and save the bank."""
+    active, first = groups[: work.num_workers], (3 + number) * num_steps
+    run(active, first, num_steps)
+    ray.get([group.flush.remote() for group in active])
+    bank.save(first + num_steps)
+
+
 def plan_cells(options: argparse.Namespace) -> list[tuple[str, int, int, list[int]]]:
     """Return the cells: kind, shards, rows, and numbers of workers."""
     middle, most = options.rows[len(options.rows) // 2], max(options.workers)
@@ -197,6 +207,8 @@ def measure_all(
                 if (kind, shards, rows) == ("memory_bank", max(options.shards), max(options.rows)):
                     most = replace(usual, num_workers=max(numbers))
                     lost = lose_a_shard(groups, bank, most, options.lose_steps)
+                    write = partial(write_and_save, groups, bank, most, options.lose_steps)
+                    lost["asked"] = kill_while_asked(bank, most, options.kills, write)
     return lines, of_stores, lost
 
 
@@ -211,7 +223,7 @@ def read_options() -> argparse.Namespace:
         "processes": 8,
         "pause_s": 0.2,
     }
-    steps: dict[str, Any] = {"blocks": 3, "steps": 8, "lose_steps": 8}
+    steps: dict[str, Any] = {"blocks": 3, "steps": 8, "lose_steps": 8, "kills": 20}
     options = make_parser(__doc__, picture=None, quick=False, **numbers, **sizes, **steps).parse_args()
     if options.quick:
         options.workers, options.shards, options.rows = [1, 2, 4], [1, 2], [10_000, 30_000, 100_000]

@@ -2,17 +2,24 @@
 
 import os
 import signal
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import ray
-from scale_clients import Work, join, num_wrong, run
+from scale_clients import NUM_PATTERNS, Work, join, num_wrong, pattern_of, run
 
 from raycl.negatives.actor import BankActor, MemoryBankActor
-from raycl.negatives.bank import Bank
+from raycl.negatives.bank import Bank, connect_bank
+from raycl.negatives.rpc import ShardConnection
+from raycl.negatives.snapshot import snapshot_folder
+from raycl.negatives.store import Negatives
 
 ROWS_A_QUESTION = 65_536
+NUM_ASKED, NUM_NEAREST = 64, 10
 
 
 def num_wrong_keys(bank: Bank, work: Work, num_steps: int) -> int:
@@ -58,23 +65,73 @@ def check(bank: Bank, work: Work, *, num_steps: int, saved: int, killed: int) ->
     return found
 
 
+def kill(connection: ShardConnection) -> None:
+    """End a shard's process without warning."""
+    os.kill(connection.ask(BankActor.info).pid, signal.SIGKILL)
+
+
+def ask_until(stop: threading.Event, name: str, work: Work) -> dict[str, int]:
+    """Connect to the bank and ask for rows, neighbors and statistics, again and again; count the wrong answers."""
+    found, patterns, random = {"questions": 0, "wrong_answers": 0}, work.patterns(), np.random.default_rng(0)
+    while not stop.is_set():
+        bank = connect_bank(name)
+        ids = random.choice(work.num_rows, NUM_ASKED, replace=False)
+        rows, query = bank.get(ids), patterns[random.integers(NUM_PATTERNS)]
+        (near,) = bank.nearest(query, NUM_NEAREST)
+        cosine = patterns[pattern_of(near.sample_id, near.step)] @ query
+        is_right = [
+            np.array_equal(rows.sample_id, ids),
+            num_wrong(Negatives(rows.rows, rows.sample_id, rows.step), patterns) == 0,
+            rows.step.max() <= rows.newest_step and near.step.max(initial=-1) <= near.newest_step,
+            np.allclose(near.similarity, cosine, atol=5e-3),
+            bank.stats().rows == work.num_rows,
+        ]
+        found["questions"] += 3
+        found["wrong_answers"] += is_right.count(False)
+    return found
+
+
+def kill_while_asked(
+    bank: Bank, work: Work, num_kills: int, write: Callable[[int], object]
+) -> dict[str, Any]:
+    """Kill shards in turn, and let ``write`` refresh and save the bank after each kill, while a thread asks."""
+    stop, since = threading.Event(), time.perf_counter()
+    with ThreadPoolExecutor(1) as threads:
+        asking = threads.submit(ask_until, stop, bank.spec.name, work)
+        try:
+            for number in range(num_kills):
+                kill(bank.connections()[number % bank.spec.num_shards])
+                write(number)
+        finally:
+            stop.set()
+    return asking.result() | {"kills": num_kills, "seconds": time.perf_counter() - since}
+
+
+def save(bank: Bank, step: int) -> dict[str, float]:
+    """Save the bank; return the seconds and the MB of the files."""
+    since = time.perf_counter()
+    bank.save(step)
+    seconds = time.perf_counter() - since
+    files = snapshot_folder(bank.spec, step).files()
+    return {"s": seconds, "mb": sum(size for _, size in files) / 1e6}
+
+
 def lose_a_shard(groups: list[Any], bank: Bank, work: Work, num_steps: int) -> dict[str, Any]:
-    """Fill the bank, make steps, save, make steps while a shard is killed, and look at every row."""
+    """Fill and save the bank, make steps, save an increment, make steps while a shard is killed, and look at every row."""
     active, _ = join(groups, bank, work)
     since = time.perf_counter()
     ray.get([group.fill.remote() for group in active])
     fill_s = time.perf_counter() - since
+    base = save(bank, 0)
     half_s, _ = run(active, 0, num_steps)
     ray.get([group.flush.remote() for group in active])
-    since = time.perf_counter()
-    bank.save(num_steps)
-    save_s = time.perf_counter() - since
+    increment = save(bank, num_steps)
     killed = bank.spec.num_shards // 2
     going_on = [group.run.remote(num_steps, 2 * num_steps) for group in active]
     since = time.perf_counter()
     time.sleep(half_s)
     connection = bank.connections()[killed]
-    os.kill(connection.ask(BankActor.info).pid, signal.SIGKILL)
+    kill(connection)
     killed_at = time.perf_counter()
     connection.ask(BankActor.info)
     back_s = time.perf_counter() - killed_at
@@ -88,8 +145,8 @@ def lose_a_shard(groups: list[Any], bank: Bank, work: Work, num_steps: int) -> d
         "wrong_while_running": wrong,
         "acknowledged": int((written_until(work, 3 * num_steps) >= 0).sum()),
         "fill_rows_per_s": work.num_rows / fill_s,
-        "save_s": save_s,
-        "save_mb": work.num_rows * (work.dim * bank.spec.row_dtype.itemsize + 16) / 1e6,
+        "base": base | {"rows": work.num_rows},
+        "increment": increment | {"rows": int((written_until(work, num_steps) >= 0).sum())},
         "back_s": back_s,
         "step_ms_before": 1e3 * half_s / num_steps,
         "step_ms_with_loss": 1e3 * whole_s / (2 * num_steps),

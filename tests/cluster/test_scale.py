@@ -9,7 +9,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from scale_clients import ClientGroup, Work  # pyright: ignore[reportMissingImports]
-from scale_drill import check, num_wrong_keys  # pyright: ignore[reportMissingImports]
+from scale_drill import check, kill_while_asked, num_wrong_keys  # pyright: ignore[reportMissingImports]
 from scale_model import bank_payload, queue_payload  # pyright: ignore[reportMissingImports]
 
 from raycl.negatives.bank import Bank
@@ -43,7 +43,9 @@ def some_work(kind: str) -> Work:
     )
 
 
-def test_a_bank_transfers_the_bytes_of_the_model_and_keeps_every_row(tmp_path: Path) -> None:
+def test_a_bank_transfers_the_bytes_of_the_model_keeps_every_row_and_answers_while_shards_are_killed(
+    tmp_path: Path,
+) -> None:
     bank, work = a_bank("memory_bank", tmp_path), some_work("memory_bank")
     group = ClientGroup()
     group.join(bank, work, list(range(WORKERS)))
@@ -56,11 +58,23 @@ def test_a_bank_transfers_the_bytes_of_the_model_and_keeps_every_row(tmp_path: P
     whole = {"rows": ROWS, "wrong_rows": 0, "wrong_ids": 0, "missing": 0, "lost_since_snapshot": 0}
     assert check(bank, work, num_steps=STEPS, saved=0, killed=-1) == whole
 
+    def write(number: int) -> None:
+        group.run(STEPS + number, 1)
+        group.flush()
+        bank.save(STEPS + number + 1)
+
+    # Every question is answered, and right, while both shards are killed in turn.
+    bank.save(STEPS)
+    asked = kill_while_asked(bank, work, 2, write)
+    assert asked["questions"] > 0
+    assert (asked["wrong_answers"], bank.stats().restarts) == (0, 2)
+    last = STEPS + 2
+
     # The check also detects errors: a row of another sample, and a step that never happened.
     stranger = MemoryBankClient(bank, np.arange(ROWS))
-    stranger.update(np.array([7]), work.patterns()[:1], step=STEPS - 1)
+    stranger.update(np.array([7]), work.patterns()[:1], step=last - 1)
     stranger.flush()
-    found = check(bank, work, num_steps=STEPS + 1, saved=0, killed=-1)
+    found = check(bank, work, num_steps=last + 1, saved=0, killed=-1)
     assert found["wrong_rows"] == 1
     assert found["missing"] >= WORKERS * BATCH
     bank.stop()
