@@ -164,7 +164,7 @@ def require_single(addresses: Collection[str]) -> str:
 def check_resources(*, workers: int, cpus_per_worker: float, gpu: bool, spare_cpus: float) -> None:
     """Refuse a run that the cluster could never place, or whose workers would starve Ray Data.
 
-    ``spare_cpus`` must be left for data tasks, and for a miner, during training. Raises ``ConfigError``.
+    ``spare_cpus`` must be left for data tasks and pools of encoders during training. Raises ``ConfigError``.
     """
     have = ray.cluster_resources()
     if gpu:

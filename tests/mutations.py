@@ -114,9 +114,23 @@ MUTATIONS = [
     # Encoding of views
     Mutation(
         "MoCo keys are computed from the view of the query",
-        "raycl/training/train_state.py",
-        "[views.view_b], step)",
-        "[views.view_a], step)",
+        "raycl/training/views.py",
+        "view = self.second_view()",
+        "view = self.view_a",
+    ),
+    Mutation(
+        "a key of the pool counts as made in the step that uses it",
+        "raycl/training/key_encoders.py",
+        "stamps[part.in_batch] = encoded.step",
+        "stamps[part.in_batch] = step",
+        "tests/test_key_encoders.py",
+    ),
+    Mutation(
+        "the keys of mixed batches return in another order",
+        "raycl/training/key_encoders.py",
+        "place = order.argsort()",
+        "place = order",
+        "tests/test_key_encoders.py",
     ),
     Mutation(
         "views have the same shuffle at every step",
@@ -247,7 +261,7 @@ MUTATIONS = [
     Mutation(
         "the queue of NNCLR holds predictions",
         "raycl/training/train_state.py",
-        "return Embedded(queries[0], keys[1], pairs=pairs)",
+        "return Embedded(queries[0], keys[1], pairs=pairs, key_step=key_step)",
         "return Embedded(queries[0], queries[1], pairs=pairs)",
     ),
     Mutation(
@@ -685,8 +699,8 @@ MUTATIONS = [
     Mutation(
         "a stage ignores its image size",
         "raycl/training/views.py",
-        "Prefetched(batches), image_size=image_size)",
-        "Prefetched(batches))",
+        "Prefetched(batches)), image_size=image_size)",
+        "Prefetched(batches)))",
         "tests/test_epochs.py",
     ),
     Mutation(

@@ -75,6 +75,10 @@ OTHERS: dict[str, Any] = {
     "prediction_head.hidden_dim": 20,
     "key": "momentum_encoder",
     "momentum_encoder.final_momentum": 0.25,
+    "momentum_encoder.location": "actors",
+    "momentum_encoder.ahead": 3,
+    "momentum_encoder.min_actors": 0,
+    "momentum_encoder.node_label": "zone=a",
     "negatives.store": "queue",
     "negatives.bank_init": "encoder",
     "negatives.normalizer_momentum": 0.25,
@@ -263,7 +267,8 @@ RUNS = {
 # Settings used by the parts below; the driver, the data module and the trainer read the others.
 BUILT = re.compile(
     r"data\.(image_size|decode_size|channels|max_pixels)|text\.(max.*|.*_prompt)|augment\..*|text_augment\..*|encoder\..*|text_encoder\..*|"
-    r"separate_towers|projection_head\..*|prediction_head\..*|learn_temperature|momentum_encoder\..*|negatives\.(?!bank_init|guide|mined).*|bank\..*|"
+    r"separate_towers|projection_head\..*|prediction_head\..*|learn_temperature|momentum_encoder\.(momentum|final_momentum)|"
+    r"negatives\.(?!bank_init|guide|mined).*|bank\..*|"
     r"ema_decay|batchnorm.*|optimizer\..*|stages\.0\.(?!workers|logq).*"
 )
 
@@ -435,7 +440,11 @@ def names_read() -> set[str]:
 
 
 def test_every_setting_is_read_by_some_code() -> None:
-    inner = {"decode_size": "resolved_decode_size", "min_workers": "worker_range"}
+    inner = {
+        "decode_size": "resolved_decode_size",
+        "min_workers": "worker_range",
+        "min_actors": "actor_range",
+    }
     inner |= {"batchnorm_groups": "rows_per_group", "learning_rate": "peak_learning_rate"}
     inner |= {"learning_rate_scaling": "peak_learning_rate"}
     inner |= dict.fromkeys(("tensorboard", "mlflow", "wandb"), "tracking")  # accessed by name

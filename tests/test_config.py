@@ -136,6 +136,12 @@ INCOMPATIBLE = {  # a recipe and its settings, and a pattern of the error
     "simclr negatives.in_batch=false": "nt_xent has no negatives",
     "simclr stages.0.loss=info_nce negatives.in_batch=false": "info_nce has no negatives",
     "moco_v2 negatives.store=none": "info_nce has no negatives",
+    "moco_v2 momentum_encoder.location=actors momentum_encoder.min_actors=2": (
+        "momentum_encoder.min_actors 2 is more than momentum_encoder.actors 1"
+    ),
+    "moco_v2 momentum_encoder.location=actors momentum_encoder.max_age=1": "max_age 1 is less than .*ahead 2",
+    "esimcse momentum_encoder.location=actors batchnorm=local": "data.kind text; set batchnorm to layer or group",
+    "moco_v2 momentum_encoder.actors=2": "acts only with momentum_encoder.location actors",
     "moco_v2 key=memory_bank": "key memory_bank is incompatible with negatives.store queue",
     "moco_v2 negatives.store=memory_bank": "key momentum_encoder is incompatible with .* memory_bank",
     "moco_v2 stages.0.loss=nce": "loss nce is incompatible with key momentum_encoder .* key memory_bank",

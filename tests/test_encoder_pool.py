@@ -40,7 +40,7 @@ class FakeLauncher:
         self.go.set()
         self.num_started, self.running = 0, set[int]()
 
-    def start(self) -> FakeEncoder:
+    def start(self, build: None) -> FakeEncoder:
         number = self.num_started
         self.num_started += 1
         self.running.add(number)
@@ -53,9 +53,14 @@ class FakeLauncher:
 async def pool_of(launcher: FakeLauncher, least: int = 1, most: int = 1, **options: Any) -> PoolActor:
     """Return a pool with weights 7 of step 3 whose first encoders are ready."""
     pool = PoolActor(launcher, least, most, **options)
-    await pool.publish(await pool.begin(), 3, [7])
+    await begin(pool, 3, 7)
     await asyncio.sleep(0)
     return pool
+
+
+async def begin(pool: PoolActor, step: int, weights: int) -> None:
+    await pool.begin("attempt")
+    await pool.publish("attempt", step, [weights, None])
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
@@ -65,11 +70,10 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 def test_a_request_is_encoded_with_the_newest_weights_and_stamped_with_their_step() -> None:
     async def check() -> None:
         pool = PoolActor(FakeLauncher(), 1, 1)
-        attempt = await pool.begin()
-        await pool.publish(attempt, 3, [7])
+        await pool.publish("restarted", 3, [7, None])  # without begin, as after a restart of the pool
         await asyncio.sleep(0)
         first = await pool.encode([10], {})
-        await pool.publish(attempt, 4, [8])
+        await pool.publish("restarted", 4, [8, None])
         second = await pool.encode([11], {})
         assert first and second
         assert (first.step, first.embeddings.tolist()) == (3, [[0, 7, 10]])
@@ -84,7 +88,7 @@ def test_a_pool_without_weights_or_encoders_answers_none_at_once() -> None:
         assert await PoolActor(launcher, 1, 1).encode([10], {}) is None
         assert launcher.num_started == 0
         pool = PoolActor(FakeLauncher(), 1, 1)
-        await pool.publish(await pool.begin(), 3, [7])
+        await begin(pool, 3, 7)
         assert await pool.encode([10], {}) is None  # the encoder still starts
 
     run(check())
@@ -93,9 +97,9 @@ def test_a_pool_without_weights_or_encoders_answers_none_at_once() -> None:
 def test_weights_of_an_earlier_attempt_are_ignored() -> None:
     async def check() -> None:
         pool = PoolActor(FakeLauncher(), 1, 1)
-        earlier = await pool.begin()
-        await pool.publish(await pool.begin(), 3, [7])
-        await pool.publish(earlier, 9, [6])
+        await pool.begin("earlier")
+        await begin(pool, 3, 7)
+        await pool.publish("earlier", 9, [6, None])
         await asyncio.sleep(0)
         found = await pool.encode([10], {})
         assert found and found.step == 3
@@ -187,7 +191,7 @@ def test_a_released_pool_holds_no_encoder_until_weights_are_published() -> None:
         assert await pool.encode([10], {}) is None
         assert not launcher.running
         launcher.go.set()
-        await pool.publish(await pool.begin(), 5, [8])
+        await begin(pool, 5, 8)
         await asyncio.sleep(0)
         found = await pool.encode([10], {})
         assert isinstance(found, Encoded)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from raycl.config.conditions import why_inactive
-from raycl.config.schema import SMALLEST_VIEW
+from raycl.config.schema import SMALLEST_VIEW, PoolConfig
 from raycl.config.stage import Stage
 from raycl.loss_specs import LOSSES, MIXED, join_names
 from raycl.models.registry import VITS
@@ -21,6 +21,7 @@ def problems(run: "RunConfig") -> Iterator[str]:
         _check_views,
         _check_stages,
         _check_sources,
+        _check_key_encoders,
         _check_losses,
         _check_guide,
         _check_mined,
@@ -151,6 +152,33 @@ def _check_sources(run: "RunConfig") -> str | None:
             "batchnorm shuffled needs two views of one tower, and this run has two towers; set it "
             "to synchronized, group or layer"
         )
+    return None
+
+
+def _check_key_encoders(run: "RunConfig") -> str | None:
+    """Check the pool of actors that encodes keys."""
+    keys = run.momentum_encoder
+    if run.key != "momentum_encoder" or keys.location == "workers":
+        return None
+    if problem := _problem_of_pool("momentum_encoder", keys):
+        return problem
+    if 0 < keys.max_age < keys.ahead:
+        return (
+            f"momentum_encoder.max_age {keys.max_age} is less than momentum_encoder.ahead {keys.ahead}, and a key is "
+            "at least so old; lower ahead, or raise max_age"
+        )
+    if run.data.kind != "image" and run.has_batchnorm:
+        return (
+            f"momentum_encoder.location actors mixes the rows of batches for batchnorm {run.batchnorm}, got data.kind "
+            f"{run.data.kind}; set batchnorm to layer or group"
+        )
+    return None
+
+
+def _problem_of_pool(name: str, pool: PoolConfig) -> str | None:
+    least, most = pool.actor_range
+    if least > most:
+        return f"{name}.min_actors {least} is more than {name}.actors {most}; lower it"
     return None
 
 
@@ -305,9 +333,8 @@ def _check_mined(run: "RunConfig") -> str | None:
             f"negatives.mined.candidates {mined.candidates} is less than negatives.mined.num {mined.num}, which are "
             "drawn from them; raise it"
         )
-    least, most = mined.actor_range
-    if least > most:
-        return f"negatives.mined.min_actors {least} is more than negatives.mined.actors {most}; lower it"
+    if problem := _problem_of_pool("negatives.mined", mined):
+        return problem
     for stage in run.stages:
         if not LOSSES[stage.loss].explicit_negatives:
             able = join_names(name for name, each in LOSSES.items() if each.pairs and each.explicit_negatives)

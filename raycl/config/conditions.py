@@ -100,6 +100,8 @@ _SHARDED = Condition(
     lambda run, index: _SLOTS.holds(run, index) or _MINED.holds(run, index),
     "negatives.store",
 )
+_KEY_ACTORS = when("momentum_encoder.location", "actors")
+_POOL = ("actors", "min_actors", "cpus_per_actor", "gpus_per_actor", "node_label")  # settings of a PoolConfig
 _GUIDED = Condition(
     "negatives.guide.query and negatives.guide.document",
     lambda run, _: None not in (run.negatives.guide.query, run.negatives.guide.document),
@@ -213,6 +215,7 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
         ),
     ),
     "momentum_encoder": (when("key", "momentum_encoder"),),
+    **{f"momentum_encoder.{name}": (_KEY_ACTORS,) for name in (*_POOL, "ahead", "publish_every", "max_age")},
     "negatives.in_batch": (when("key", "tower", "momentum_encoder"),),
     "negatives.explicit": (_PAIRS,),
     "negatives.capacity": (when("negatives.store", "queue"),),
@@ -236,11 +239,7 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
             "random_fraction",
             "max_relative_score",
             "refresh",
-            "actors",
-            "min_actors",
-            "cpus_per_actor",
-            "gpus_per_actor",
-            "node_label",
+            *_POOL,
         )
     },
     "bank": (

@@ -172,6 +172,17 @@ class RunConfig(Section):
         return self.augment.mean or mean, self.augment.std or std
 
     @property
+    def has_batchnorm(self) -> bool:
+        """Whether rows share statistics."""
+        return self.batchnorm not in ("layer", "group")
+
+    @property
+    def uses_key_pool(self) -> bool:
+        """Whether a pool of actors encodes keys."""
+        keys = self.momentum_encoder
+        return self.key == "momentum_encoder" and keys.location == "actors" and keys.max_age > 0
+
+    @property
     def has_two_towers(self) -> bool:
         """Whether queries and keys are different kinds of samples."""
         return self.data.kind in ("pairs", "image_text")

@@ -345,38 +345,6 @@ class PredictionHeadConfig(Section):
     """Width of the hidden layers, which have BatchNorm; default: the dimension of the embedding."""
 
 
-@final
-class MomentumEncoderConfig(Section):
-    """The momentum encoder: a moving average of the tower's weights (He et al., 2020)."""
-
-    momentum: Fraction = 0.999
-    """Weight of the old value at each step, 0 to 1; 0.999 as in MoCo."""
-
-    final_momentum: Fraction | None = None
-    """Momentum at the end of the run, reached along half a cosine; default: constant."""
-
-
-@final
-class GuideConfig(Section):
-    """Embeddings by another encoder, which masks the negatives that it finds nearer than the positive (Solatorio, 2024).
-
-    They are folders of parquet files with the columns ``query_id`` or ``document_id``, and ``representation``, as
-    ``raycl embed`` writes them.
-    """
-
-    query: Annotated[str, Field(min_length=1)] | None = None
-    """Folder of the queries' embeddings, by ``query_id``."""
-
-    document: Annotated[str, Field(min_length=1)] | None = None
-    """Folder of the embeddings of documents and explicit negatives, by ``document_id``."""
-
-    margin: Annotated[float, Field(allow_inf_nan=False)] = 0.0
-    """A negative is masked if its similarity is above the positive's minus this margin, in cosine."""
-
-    margin_strategy: Literal["absolute", "relative"] = "absolute"
-    """``relative`` multiplies the margin by the absolute value of the positive's similarity."""
-
-
 class PoolConfig(Section):
     """A pool of actors that encode."""
 
@@ -399,6 +367,52 @@ class PoolConfig(Section):
     def actor_range(self) -> tuple[int, int]:
         """The fewest and the most actors of the pool."""
         return self.actors if self.min_actors is None else self.min_actors, self.actors
+
+
+@final
+class MomentumEncoderConfig(PoolConfig):
+    """The momentum encoder: a moving average of the tower's weights (He et al., 2020)."""
+
+    momentum: Fraction = 0.999
+    """Weight of the old value at each step, 0 to 1; 0.999 as in MoCo."""
+
+    final_momentum: Fraction | None = None
+    """Momentum at the end of the run, reached along half a cosine; default: constant."""
+
+    location: Literal["workers", "actors"] = "workers"
+    """Where keys are encoded: by the ``workers``, or ahead of their use by a pool of ``actors`` with
+    published weights. Then a worker encodes only the keys that are missing or too old.
+    """
+
+    ahead: Annotated[int, Field(ge=2)] = 2
+    """Steps before its use at which a batch goes to the pool, at least 2."""
+
+    publish_every: Count = 1
+    """Steps between the weights that the pool gets, unless the last ones are still on their way."""
+
+    max_age: Annotated[int, Field(ge=0)] = 64
+    """Largest age of a key, in steps since its weights; 0 uses no key of the pool."""
+
+
+@final
+class GuideConfig(Section):
+    """Embeddings by another encoder, which masks the negatives that it finds nearer than the positive (Solatorio, 2024).
+
+    They are folders of parquet files with the columns ``query_id`` or ``document_id``, and ``representation``, as
+    ``raycl embed`` writes them.
+    """
+
+    query: Annotated[str, Field(min_length=1)] | None = None
+    """Folder of the queries' embeddings, by ``query_id``."""
+
+    document: Annotated[str, Field(min_length=1)] | None = None
+    """Folder of the embeddings of documents and explicit negatives, by ``document_id``."""
+
+    margin: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    """A negative is masked if its similarity is above the positive's minus this margin, in cosine."""
+
+    margin_strategy: Literal["absolute", "relative"] = "absolute"
+    """``relative`` multiplies the margin by the absolute value of the positive's similarity."""
 
 
 @final

@@ -46,7 +46,7 @@ class QueueClient:
         """Number of restarts of the actor that this client has seen."""
         return self._actor.num_restarts
 
-    def push(self, rows: np.ndarray, sample_id: np.ndarray, step: int) -> None:
+    def push(self, rows: np.ndarray, sample_id: np.ndarray, step: int | np.ndarray) -> None:
         """Store the global batch, as ``KeyQueue.push`` does: the same on every worker."""
         self._collect()
         self.queue.push(rows, sample_id, step)

@@ -43,13 +43,13 @@ class KeyQueue:
         """Memory of rows, ids and steps, in bytes."""
         return sum(array.nbytes for array in self._slots.arrays())
 
-    def push(self, rows: np.ndarray, sample_id: np.ndarray, step: int) -> None:
-        """Store rows [n, dim] with ids [n], written at ``step``, in place of the oldest.
+    def push(self, rows: np.ndarray, sample_id: np.ndarray, step: int | np.ndarray) -> None:
+        """Store rows [n, dim] with ids [n], of one step or of steps [n], in place of the oldest.
 
         Any n will do; if it exceeds ``capacity``, the last rows stay. The rows are stored as they
         come: the encoder normalizes them.
         """
-        self._write(Negatives(rows, sample_id, np.full(len(rows), step)), self._sequence + len(rows))
+        self._write(Negatives(rows, sample_id, np.broadcast_to(step, len(rows))), self._sequence + len(rows))
 
     def apply(self, delta: Negatives, sequence: int) -> None:
         """Store the answer of ``since`` of another queue with this capacity.

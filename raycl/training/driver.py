@@ -5,9 +5,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self, final
 
 import ray
@@ -31,9 +32,12 @@ from raycl.training.controller import (
     Stopped,
     remove_leaked_placement_groups,
 )
+from raycl.training.coordinator import add_notice
+from raycl.training.encoder_pool import EncoderPool, start_pool
 from raycl.training.job import Job
+from raycl.training.key_encoders import KeyEncoder
 from raycl.training.loop import run_worker
-from raycl.training.pools import check_pools, pools_of
+from raycl.training.pools import check_pools, label_of, pools_of
 from raycl.training.process import environment
 
 Printer = Callable[[str], None]
@@ -55,7 +59,11 @@ def train_in_groups(
     workers, num_failures = job.workers_at(0), 0
     saved: set[int] = set()
     notices = notices_of(job.coordinator)
-    with ProgressLine("training", steps_made(job.coordinator), notices=notices, quiet=quiet):
+    with (
+        _open_pool(job) as pool,
+        ProgressLine("training", steps_made(job.coordinator), notices=notices, quiet=quiet),
+    ):
+        job = replace(job, encoder_pool=pool)
         while True:
             try:
                 outcome = _train_group(replace(job, workers=workers), report)
@@ -86,6 +94,8 @@ def train_in_groups(
 def _train_group(job: Job, report: Printer) -> Outcome:
     """Run ``run_worker`` on one group of workers."""
     job.check_lease()
+    if job.encoder_pool is not None:
+        job.encoder_pool.release()
     if repair := repair_manifest(job.output):
         report(repair)
     config, is_streamed = job.config, job.stream is not None
@@ -120,6 +130,25 @@ def _train_group(job: Job, report: Printer) -> Outcome:
     if outcome is None:
         raise RunError("the run ended without a result; --debug shows the full error")
     return outcome
+
+
+@contextlib.contextmanager
+def _open_pool(job: Job) -> Iterator[EncoderPool | None]:
+    """Start the pool of actors that encodes keys, if configured, and stop it afterwards."""
+    config, keys = job.config, job.config.momentum_encoder
+    if not config.uses_key_pool:
+        yield None
+        return
+    least, most = encoders_that_fit(config, streamed=job.stream is not None)
+    with start_pool(
+        partial(KeyEncoder, config, job.vocabulary, job.network),
+        least=least,
+        most=most,
+        resources={"CPU": keys.cpus_per_actor, "GPU": keys.gpus_per_actor},
+        labels=label_of(keys),
+        report=partial(add_notice, job.coordinator),
+    ) as pool:
+        yield pool
 
 
 def check_cluster(config: RunConfig, *, streamed: bool, report: Printer) -> None:
@@ -165,9 +194,7 @@ def workers_that_fit(config: RunConfig, workers: tuple[int, int], *, streamed: b
     if min_workers == max_workers or not spare or config.autoscaling:
         return workers
     cpus = cpus_of_a_worker(config, min_workers, streamed=streamed)
-    num_fitting = int(
-        (ray.cluster_resources().get("CPU", 0.0) - spare_cpus(config, streamed=streamed)) / cpus + 1e-6
-    )
+    num_fitting = int((ray.cluster_resources().get("CPU", 0.0) - spare) / cpus + 1e-6)
     return min_workers, max(min_workers, min(max_workers, num_fitting))
 
 
@@ -175,6 +202,25 @@ def spare_cpus(config: RunConfig, *, streamed: bool) -> float:
     """Return the CPUs that data tasks and the fewest encoders of all pools need during training."""
     pools = pools_of(config).values()
     return float(streamed) + sum(pool.actor_range[0] * pool.cpus_per_actor for pool in pools)
+
+
+def encoders_that_fit(config: RunConfig, *, streamed: bool) -> tuple[int, int]:
+    """Return the fewest and the most key encoders, with CPUs left for workers and data tasks.
+
+    On a cluster that cannot grow, an encoder that waits for CPUs could take those of a data task.
+    """
+    keys, have = config.momentum_encoder, ray.cluster_resources()
+    least, most = keys.actor_range
+    if config.autoscaling:
+        return least, most
+    workers = max(config.worker_range(stage)[0] for stage in config.stages)
+    num_cpus = have.get("CPU", 0.0) - float(streamed)
+    num_cpus -= workers * cpus_of_a_worker(config, workers, streamed=streamed)
+    num_fitting = int(num_cpus / keys.cpus_per_actor + 1e-6)
+    if keys.gpus_per_actor:
+        num_gpus = have.get("GPU", 0.0) - workers * config.gpu
+        num_fitting = min(num_fitting, int(num_gpus / keys.gpus_per_actor + 1e-6))
+    return least, max(least, min(most, num_fitting))
 
 
 @final

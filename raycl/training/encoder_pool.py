@@ -6,8 +6,9 @@ The pool never ends a run: a request that no encoder answers returns None, and t
 import asyncio
 import contextlib
 import time
+import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, final
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, final
 import numpy as np
 import ray
 from numpy.typing import NDArray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycl.errors import first_line, last_line
@@ -76,8 +77,8 @@ class EncoderActor:
 class Launcher(Protocol):
     """Starts and stops encoders."""
 
-    def start(self) -> Any:
-        """Return the handle of a new encoder."""
+    def start(self, build: Any) -> Any:
+        """Return the handle of a new encoder; ``build`` refers to the function that builds it."""
         ...
 
     def stop(self, encoder: Any) -> None:
@@ -90,12 +91,11 @@ class Launcher(Protocol):
 class ActorLauncher:
     """Starts encoders as actors with these options of Ray."""
 
-    build: Callable[[], RowEncoder]
     options: Mapping[str, Any]
 
-    def start(self) -> Any:
+    def start(self, build: Any) -> Any:
         """Return the handle of a new actor, which may have to wait for its resources."""
-        return ray.remote(EncoderActor).options(**self.options).remote(self.build)
+        return ray.remote(EncoderActor).options(**self.options).remote(build)
 
     def stop(self, encoder: Any) -> None:
         """Kill the actor."""
@@ -105,7 +105,8 @@ class ActorLauncher:
 class _Published(NamedTuple):
     version: int
     step: int
-    weights: Any  # reference
+    weights: Any  # reference, as the next one: the pool itself imports no encoder
+    build: Any
 
 
 @final
@@ -126,7 +127,8 @@ class PoolActor:
     ) -> None:
         self._launcher, self._least, self._most, self._report = launcher, least, most, report
         self._interval_s, self._target = interval_s, least
-        self._attempt = self._version = 0
+        self._attempt: str | None = None
+        self._version = 0
         self._published: _Published | None = None
         self._starting: set[Any] = set()
         self._ready: set[Any] = set()
@@ -143,17 +145,16 @@ class PoolActor:
             self._remove(encoder)
         await self._notify()
 
-    async def begin(self) -> int:
-        """Begin a new attempt of the run, without weights; return its number."""
-        self._attempt += 1
-        self._published = None
-        return self._attempt
+    async def begin(self, attempt: str) -> None:
+        """Begin a new attempt of the run, without weights."""
+        self._attempt, self._published = attempt, None
 
-    async def publish(self, attempt: int, step: int, weights: list[Any]) -> None:
-        """Use these weights, a list of one reference, unless a new attempt has begun."""
+    async def publish(self, attempt: str, step: int, sent: Sequence[Any]) -> None:
+        """Use these weights, unless another attempt has begun; ``sent`` refers to them and to ``build``."""
+        self._attempt = self._attempt or attempt  # a restarted pool knows none
         if attempt == self._attempt:
             self._version += 1
-            self._published = _Published(self._version, step, weights[0])
+            self._published = _Published(self._version, step, *sent)
             self._resize()
 
     async def num_encoders(self) -> int:
@@ -172,7 +173,7 @@ class PoolActor:
             if encoder is None or self._published is None:
                 self._num_missed += 1
                 return None
-            version, step, weights = self._published
+            version, step, weights, _ = self._published
             began = time.monotonic()
             try:
                 answer = encoder.encode.remote(version, weights, rows[0], how)
@@ -216,7 +217,7 @@ class PoolActor:
         while self._idle and len(self._ready) > self._target:
             self._remove(self._idle[-1])
         while self._num_all < self._target and time.monotonic() >= self._not_before:
-            self._start()
+            self._start(self._published.build)
 
     def _reset_window(self) -> None:
         self._since, self._waited_s, self._busy_s, self._num_missed = time.monotonic(), 0.0, 0.0, 0
@@ -225,8 +226,8 @@ class PoolActor:
     def _num_all(self) -> int:
         return len(self._starting) + len(self._ready)
 
-    def _start(self) -> None:
-        encoder = self._launcher.start()
+    def _start(self, build: Any) -> None:
+        encoder = self._launcher.start(build)
         self._starting.add(encoder)
         task = asyncio.get_running_loop().create_task(self._admit(encoder))
         self._tasks.add(task)
@@ -275,18 +276,19 @@ class Request:
 
     def __init__(self, rows: Any, answer: Any) -> None:
         self._rows, self._answer = rows, answer  # the rows live as long as their reference
-        self.waited_s = 0.0
+        self.waited_s = 0.0  # by the caller, for an answer that was not there yet
 
     @cached_property
     def encoded(self) -> Encoded | None:
         """The answer, once it is there; None if no encoder gave one."""
         began = time.monotonic()
+        is_late = not ray.wait([self._answer], timeout=0)[0]
         try:
             return ray.get(self._answer, timeout=_PATIENCE_S)
-        except (RayError, GetTimeoutError):
+        except RayError:
             return None
         finally:
-            self.waited_s = time.monotonic() - began
+            self.waited_s = time.monotonic() - began if is_late else 0.0
             del self._rows, self._answer
 
 
@@ -296,16 +298,18 @@ class EncoderPool:
     """A handle of a pool, for the driver and its workers."""
 
     actor: Any
+    build: ray.ObjectRef  # a restarted pool gets it with the next weights
 
-    def begin(self) -> int | None:
-        """Begin a new attempt of the run; return its number, None if the pool does not answer."""
+    def begin(self) -> str:
+        """Begin a new attempt of the run, without weights; return its name."""
+        attempt = uuid.uuid4().hex
         with contextlib.suppress(RayError):
-            return ray.get(self.actor.begin.remote(), timeout=ANSWER_S)
-        return None
+            ray.get(self.actor.begin.remote(attempt), timeout=ANSWER_S)
+        return attempt
 
-    def publish(self, weights: Weights, *, step: int, attempt: int) -> ray.ObjectRef:
+    def publish(self, weights: Weights, *, step: int, attempt: str) -> ray.ObjectRef:
         """Send weights as they are before this step; return a reference to the pool's answer."""
-        return self.actor.publish.remote(attempt, step, [ray.put(weights)])
+        return self.actor.publish.remote(attempt, step, [ray.put(weights), self.build])
 
     def encode(self, rows: Any, *, waited_s: float = 0.0, **how: Any) -> Request:
         """Send rows, with arguments of ``RowEncoder.encode``, without waiting for their embeddings."""
@@ -343,9 +347,9 @@ def start_pool(
     # On the driver's node, as the coordinator.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     own: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": here}
-    launcher = ActorLauncher(build, options)
+    launcher = ActorLauncher(options)
     actor: Any = ray.remote(**own)(PoolActor).remote(launcher, least, most, report, interval_s)
     try:
-        yield EncoderPool(actor)
+        yield EncoderPool(actor, ray.put(build))
     finally:
         ray.kill(actor)

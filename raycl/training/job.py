@@ -16,6 +16,7 @@ from raycl.negatives.bank import Bank
 from raycl.storage import Place
 from raycl.tokenization import Tokenizer, Vocabulary
 from raycl.training.coordinator import rows_in
+from raycl.training.encoder_pool import EncoderPool
 from raycl.training.mined import MinedNegatives
 from raycl.training.transforms import build_formats
 
@@ -32,7 +33,7 @@ class Job:
     and the maximum number of workers that were requested. ``bank`` is set if actors hold the negatives.
     ``sample_id`` refers to the ids of the ``num_samples`` samples that a memory bank has slots for, and ``guide`` to
     the embeddings of a guide, which each node holds once; ``corpus`` to the queries and documents of the training rows,
-    if a ``miner`` searches them.
+    if a ``miner`` searches them. ``encoder_pool`` is set if a pool of actors encodes keys.
     """
 
     config: RunConfig
@@ -53,6 +54,7 @@ class Job:
     guide: ray.ObjectRef | None = None
     corpus: ray.ObjectRef | None = None
     miner: Any = None
+    encoder_pool: EncoderPool | None = None
     lease: Lease | None = None
 
     def check_lease(self) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
 import ray
@@ -27,6 +28,7 @@ from raycl.training.controller import Finished, Outcome, ResizeRequested, Stoppe
 from raycl.training.coordinator import send_heartbeats
 from raycl.training.evaluators import build_evaluator, build_snapshot_writer
 from raycl.training.job import Job
+from raycl.training.key_encoders import KeyClient, StageSettings
 from raycl.training.metrics_logger import MetricsLogger
 from raycl.training.mining import MinerClient
 from raycl.training.process import autocast, available_cores, prepare_device, prepare_process
@@ -93,8 +95,9 @@ class Trainer:
         self._towers = build_towers(config, job.vocabulary, job.network).to(device)
         self._towers.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         self._state = TrainState.build(config, self._towers, num_samples=job.num_samples)
-        patience, initial_patience = config.monitor.patience, config.monitor.initial_patience
-        self._monitor = CollapseMonitor(patience=patience, initial_patience=initial_patience)
+        self._monitor = CollapseMonitor(
+            patience=config.monitor.patience, initial_patience=config.monitor.initial_patience
+        )
         if restored is not None:
             self._state.load_state_dict(restored.train_state)
             self._monitor.load_state_dict(restored.monitor_state)
@@ -102,6 +105,7 @@ class Trainer:
         self._miner = self._join_miner(restored)
         self._state.set_embed_config(EmbedConfig.of(config, self._plan.stage))
         self._state.wrap_ddp(device)
+        self._keys = self._join_key_pool()
         self._logger = MetricsLogger(
             job, self._position, num_steps=self._num_steps, on_accelerator=device.type == "cuda"
         )
@@ -164,12 +168,21 @@ class Trainer:
 
     def _epoch_views(self) -> Iterator[Views]:
         position, plan = self._position, self._plan
+        sent_ahead = None
+        if self._keys is not None:
+            sent_ahead = partial(
+                self._keys.sent_ahead,
+                settings=StageSettings.of(self._config, plan.stage),
+                epoch=position.epoch,
+                start=position.epoch_step,
+            )
         return self._epochs.views(
             self._shard,
             epoch=position.epoch,
             start=position.epoch_step,
             has_next=plan.has_epoch_after(position),
             image_size=plan.stage.image_size,
+            passing=sent_ahead or iter,
         )
 
     def _step(self, views: Views) -> StepOutput:
@@ -186,7 +199,7 @@ class Trainer:
             frequencies=self._frequencies[views.data_set] if self._frequencies else None,
         )
         try:
-            return train_step(
+            output = train_step(
                 self._state,
                 self._store,
                 objective,
@@ -197,6 +210,7 @@ class Trainer:
                 precision=self._config.tower_precision,
                 stop_requested=self._stop_requested.is_set(),
                 is_watched=self._is_logged(position.step + 1),
+                take_keys=None if self._keys is None else self._keys.take,
             )
         except NonFiniteLossError as error:
             ids = gather_detached(views.sample_id).tolist()
@@ -208,6 +222,18 @@ class Trainer:
                 f"{self._checkpointer.saved_step}) is kept: check these samples, or lower "
                 f"stages.{position.stage}.learning_rate"
             ) from None
+        if self._keys is not None and self._state.momentum_encoder is not None:
+            self._keys.publish(self._state.momentum_encoder.tower, step=position.step + 1)
+        return output
+
+    def _join_key_pool(self) -> KeyClient | None:
+        """Replace all weights of the pool, if there is one, before any worker sends it a batch."""
+        if self._job.encoder_pool is None or self._state.momentum_encoder is None:
+            return None
+        client = KeyClient(self._job.encoder_pool, self._config, self._device)
+        client.begin(self._state.momentum_encoder.tower, step=self._position.step)
+        wait_for_all(self._device)
+        return client
 
     def _record(self, output: StepOutput) -> str | None:
         """Log the step if it is due; return the reason if the run has collapsed."""
@@ -230,6 +256,7 @@ class Trainer:
                 **self._epochs.metrics(),
                 **self._store.metrics(step=position.step - 1, seconds=seconds),
                 **({} if self._miner is None else self._miner.metrics(step=position.step)),
+                **({} if self._keys is None else self._keys.metrics()),
             }
             self._logger.write(position, metrics)
             if rank() == 0:
@@ -281,6 +308,7 @@ class Trainer:
         self._metrics["rollbacks"] = self._position.rollbacks
         self._store = self._open_store(restored)
         self._miner = self._join_miner(restored)
+        self._keys = self._join_key_pool()
         self._monitor.reset()
         self._state.set_embed_config(EmbedConfig.of(self._config, self._plan.stage))
         self._logger.clock.lap(self._position.samples)  # or the next lap would count negative samples

@@ -222,7 +222,7 @@ class Miner:
         self._incarnation, self._num_tables = uuid.uuid4().hex, 0
         self._published: Published | None = None
         self._in_use: Published | None = None
-        self._attempt: Any = None  # of the pool, for this worker group
+        self._attempt = ""  # of the pool, for this worker group
         self._table: MinedTable | None = None
         self._changed = threading.Condition()
         threading.Thread(target=self._run, name="mining", daemon=True).start()

@@ -21,6 +21,7 @@ from raycl.errors import ConfigError
 from raycl.models.towers import Towers
 from raycl.negatives.bank import Bank
 from raycl.negatives.spec import BankSpec
+from raycl.training.coordinator import add_notice
 from raycl.training.corpus import build_corpus
 from raycl.training.encoder_pool import start_pool
 from raycl.training.job import Job
@@ -80,16 +81,15 @@ def document_bank_spec(config: RunConfig, *, output: str, name: str, num_documen
 def start_miner(job: Job, matches: ray.ObjectRef, bank: Bank) -> Iterator[Any]:
     """Start the miner, which Ray restarts if it dies, and its pool of encoders, and end them afterwards."""
     mined, coordinator = job.config.negatives.mined, job.coordinator
-    # By reference, which lives as long as the pool: a restarted one needs it again.
-    settings = ray.put((job.config, job.vocabulary, job.network))
+    assert job.vocabulary is not None, "pairs have a vocabulary"
     least, most = mined.actor_range
     with start_pool(
-        partial(_build_encoder, settings),
+        partial(PairEncoder, job.config, job.vocabulary, job.network),
         least=least,
         most=most,
         resources={"CPU": mined.cpus_per_actor, "GPU": mined.gpus_per_actor},
         labels=label_of(mined),
-        report=partial(_add_notice, coordinator),
+        report=partial(add_notice, coordinator),
     ) as pool:
         # On the driver's node, as the pool and the coordinator.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -100,15 +100,6 @@ def start_miner(job: Job, matches: ray.ObjectRef, bank: Bank) -> Iterator[Any]:
             yield miner
         finally:
             ray.kill(miner)
-
-
-def _build_encoder(settings: ray.ObjectRef) -> PairEncoder:
-    found: Any = ray.get(settings)
-    return PairEncoder(*found)
-
-
-def _add_notice(coordinator: Any, text: str) -> None:
-    coordinator.add_notice.remote(text)
 
 
 @final

@@ -9,8 +9,12 @@ from raycl.errors import ConfigError
 
 def pools_of(config: RunConfig) -> dict[str, PoolConfig]:
     """Return the settings of the pools that a run starts, by the name of their section."""
-    mined = config.negatives.mined
-    return {"negatives.mined": mined} if mined.num else {}
+    pools: dict[str, PoolConfig] = {}
+    if config.uses_key_pool:
+        pools["momentum_encoder"] = config.momentum_encoder
+    if config.negatives.mined.num:
+        pools["negatives.mined"] = config.negatives.mined
+    return pools
 
 
 def label_of(pool: PoolConfig) -> dict[str, str]:

@@ -18,7 +18,7 @@ from raycl.optim import set_learning_rate
 from raycl.training.process import autocast
 from raycl.training.stores import Store
 from raycl.training.train_state import TrainState
-from raycl.training.views import Views
+from raycl.training.views import TakeKeys, Views
 
 
 @final
@@ -64,8 +64,11 @@ def train_step(
     precision: str,
     stop_requested: bool = False,
     is_watched: bool = False,
+    take_keys: TakeKeys | None = None,
 ) -> StepOutput:
     """Make one step; ``step`` counts from 0, ``stop_requested`` is this worker's own.
+
+    ``take_keys`` takes keys from a pool of actors, if there is one.
 
     Raises ``NonFiniteLossError`` on every worker before any state changes.
     """
@@ -73,7 +76,7 @@ def train_step(
     with phase("store"):
         stored = store.fetch(views, step=step)
     with phase("forward"), autocast(precision, views.view_a.device):
-        embedded = state.embed(views, step=step)
+        embedded = state.embed(views, step=step, take_keys=take_keys)
     query, key = embedded.query, embedded.key
     with phase("loss"):
         stored = stored.for_batch(views.example_ids, embedded.negatives)
@@ -81,7 +84,9 @@ def train_step(
         loss = mean_over_pairs(objective, pairs, stored, views.example_ids)
     with phase("store"):
         written = query if key is None else key
-        store.start_download(written if stored.partition is None else stored.partition.of_batch(), views)
+        if stored.partition is not None:
+            written = stored.partition.of_batch()
+        store.start_download(written, views, embedded.key_step)
     positive = stored.key if key is None else key
     assert positive is not None, "every query has a key or a slot"
     watched = _few(query, positive) if is_watched else None

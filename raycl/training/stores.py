@@ -95,8 +95,11 @@ class Store(Protocol):
         """Return the stored rows to compare with the queries of this batch."""
         ...
 
-    def start_download(self, rows: Tensor, views: Views) -> None:
-        """Start to copy the rows [local_batch, dim] to store for these views to the host; collective."""
+    def start_download(self, rows: Tensor, views: Views, key_step: Tensor | None = None) -> None:
+        """Start to copy the rows [local_batch, dim] to store for these views to the host; collective.
+
+        ``key_step`` are the steps of their weights, int64 [local_batch], if these differ from the current step.
+        """
         ...
 
     def update(self, *, step: int) -> None:
@@ -132,7 +135,7 @@ class NoStore:
         """Return no rows."""
         return StoreBatch()
 
-    def start_download(self, rows: Tensor, views: Views) -> None:
+    def start_download(self, rows: Tensor, views: Views, key_step: Tensor | None = None) -> None:
         """Do nothing."""
 
     def update(self, *, step: int) -> None:
@@ -170,17 +173,18 @@ class QueueStore:
         held = self._queue.negatives()
         return StoreBatch(negatives=torch.from_numpy(held.rows), negative_id=torch.from_numpy(held.sample_id))
 
-    def start_download(self, rows: Tensor, views: Views) -> None:
+    def start_download(self, rows: Tensor, views: Views, key_step: Tensor | None = None) -> None:
         """Gather the keys of all workers, in the order of ranks, and start to copy them to the host."""
         self._keys = gather_detached(rows), gather_detached(views.example_ids.stored_key)
-        self._download = Download(*self._keys)
+        steps = () if key_step is None else (gather_detached(key_step),)
+        self._download = Download(*self._keys, *steps)
 
     def update(self, *, step: int) -> None:
         """Push the keys."""
         if self._on_device is not None:
             self._on_device.write(*self._keys, first=self._queue.sequence)
-        keys, ids = self._download.arrived()
-        self._store.push(keys.numpy(), ids.numpy(), step)
+        keys, ids, *steps = self._download.arrived()
+        self._store.push(keys.numpy(), ids.numpy(), steps[0].numpy() if steps else step)
 
     def save(self, *, step: int) -> None:
         """Write the actor's snapshot, with the keys of all workers."""
@@ -244,7 +248,7 @@ class BankStore:
         bank = self._bank.client if isinstance(self._bank, GroupBank) else self._bank
         bank.initialize(sample_id.cpu().numpy(), rows.cpu().numpy())
 
-    def start_download(self, rows: Tensor, views: Views) -> None:
+    def start_download(self, rows: Tensor, views: Views, key_step: Tensor | None = None) -> None:
         """Gather the embeddings of all workers, and start to copy them to the host."""
         if isinstance(self._bank, GroupBank):
             rows = self._bank.as_sent(rows)

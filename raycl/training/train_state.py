@@ -29,7 +29,7 @@ from raycl.models.momentum import MomentumEncoder
 from raycl.models.temperature import LearnedTemperature
 from raycl.models.towers import Tower, Towers, TwoTowers
 from raycl.optim import build_optimizer, clip_gradient
-from raycl.training.views import Views, stacked
+from raycl.training.views import TakeKeys, Views, stacked
 
 PROBED_ROWS = 1_024  # rows of a batch for the leakage probe, which compares all of them
 
@@ -78,13 +78,14 @@ class Embedded(NamedTuple):
     """Queries and keys [local_batch, dim], and negatives [n, dim]; no keys if these are slots of a bank.
 
     ``pairs`` are the queries and keys to compare if there are more than one of each; the first query and key are
-    ``query`` and ``key``.
+    ``query`` and ``key``. ``key_step`` are the steps of the weights of keys from a pool, int64 [local_batch].
     """
 
     query: Tensor
     key: Tensor | None
     negatives: Tensor | None = None
     pairs: Sequence[ViewPair] = ()
+    key_step: Tensor | None = None
 
 
 @final
@@ -200,20 +201,18 @@ class TrainState:
             for network in filter(None, (self.tower, self.prediction_head, self.momentum_encoder)):
                 split_batchnorm(network, config.rows_per_group)
 
-    def embed(self, views: Views, *, step: int) -> Embedded:
-        """Return the embeddings of a batch."""
+    def embed(self, views: Views, *, step: int, take_keys: TakeKeys | None = None) -> Embedded:
+        """Return the embeddings of a batch; ``take_keys`` takes keys from a pool of actors."""
         if isinstance(self.tower, TwoTowers):
             return self._embed_pairs(self.tower, views)
         if self.prediction_head is not None:
-            return self._embed_predicted(self.prediction_head, views, step)
+            return self._embed_predicted(self.prediction_head, views, step, take_keys)
         if self.momentum_encoder is not None:
             # Before the queries, so that DDP's backward pass follows its own forward pass.
-            with phase("keys"):
-                assert views.view_b is not None, "a momentum encoder's keys are views"
-                (key,) = self._encode_keys(self.momentum_encoder, [views.view_b], step)
+            (key,), key_step = self._find_keys(self.momentum_encoder, views.key_views, step, take_keys)
             query, *others = self._encode_by_size(views.view_a, *views.further, *views.crops)
             pairs = [ViewPair(each, key) for each in (query, *others)] if others else ()
-            return Embedded(query, key, pairs=pairs)
+            return Embedded(query, key, pairs=pairs, key_step=key_step)
         if views.view_b is None:
             return Embedded(self.encode(views.view_a), None)
         if self._embed_config.rows_per_group is not None:
@@ -281,13 +280,16 @@ class TrainState:
         """Measure the leakage of BatchNorm, if it can leak; collective."""
         num_rows = min(len(views), PROBED_ROWS)
         group_size = min(self._embed_config.leak_group_size, num_rows // 2)
-        if views.view_b is None or group_size < 2 or isinstance(self.tower, TwoTowers):
+        if group_size < 2 or isinstance(self.tower, TwoTowers):
+            return {}
+        view_b = views.second_view()
+        if view_b is None:
             return {}
         found = leakage(
             self.tower,
             self.tower if self.momentum_encoder is None else self.momentum_encoder,
             views.view_a[:num_rows],
-            views.view_b[:num_rows],
+            view_b[:num_rows],
             group_size=group_size,
             num_groupings=2,
             seed=seed,
@@ -326,14 +328,16 @@ class TrainState:
         negatives = keys[len(views) :] if views.example_ids.negative is not None else None
         return Embedded(query, keys[: len(views)], negatives)
 
-    def _embed_predicted(self, prediction_head: Tower, views: Views, step: int) -> Embedded:
+    def _embed_predicted(
+        self, prediction_head: Tower, views: Views, step: int, take_keys: TakeKeys | None
+    ) -> Embedded:
         """Embed all views as queries, and those of full size as keys of the others."""
         assert views.view_b is not None, "keys that are views need two views"
         full = (views.view_a, views.view_b, *views.further)
         keys: Sequence[Tensor] = ()
+        key_step = None
         if self.momentum_encoder is not None:
-            with phase("keys"):
-                keys = self._encode_keys(self.momentum_encoder, full, step)
+            keys, key_step = self._find_keys(self.momentum_encoder, lambda: full, step, take_keys)
         if self.momentum_encoder is None and self._embed_config.rows_per_group is not None:
             projected = self._encode_shuffled(self.encode, full, step)
         else:
@@ -346,7 +350,7 @@ class TrainState:
             for other, key in enumerate(keys)
             if other != view
         ]
-        return Embedded(queries[0], keys[1], pairs=pairs)
+        return Embedded(queries[0], keys[1], pairs=pairs, key_step=key_step)
 
     def _encode_by_size(self, *views: Tensor) -> list[Tensor]:
         """Embed views [local_batch, ...], all views of one size in one call."""
@@ -366,6 +370,24 @@ class TrainState:
         rows = torch.stack(list(views), dim=1).flatten(0, 1)
         embeddings = encode_shuffled(encode, rows, seed=self._seed, step=step)
         return embeddings.unflatten(0, (-1, len(views))).unbind(1)
+
+    def _find_keys(
+        self,
+        encoder: MomentumEncoder,
+        views: Callable[[], Sequence[Tensor]],
+        step: int,
+        take_keys: TakeKeys | None,
+    ) -> tuple[Sequence[Tensor], Tensor | None]:
+        """Return the keys of views, from the pool or encoded here, and with a pool the steps of their weights."""
+        with phase("keys"):
+            found = None if take_keys is None else take_keys(step)
+            if found is not None:
+                return found.keys.unbind(), found.step
+            keys = self._encode_keys(encoder, views(), step)
+        key_step = None
+        if take_keys is not None:
+            key_step = torch.full((len(keys[0]),), step, device=keys[0].device)
+        return keys, key_step
 
     @torch.no_grad()
     def _encode_keys(self, encoder: MomentumEncoder, views: Sequence[Tensor], step: int) -> Sequence[Tensor]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any, NamedTuple, final
 
@@ -24,6 +24,16 @@ from raycl.losses.example_ids import ExampleIds, IdExchange, mean_one
 from raycl.training.transforms import Draft, Transform
 
 
+class PoolKeys(NamedTuple):
+    """Keys [num_views, local_batch, dim] from a pool of actors, and the steps of their weights, int64 [local_batch]."""
+
+    keys: Tensor
+    step: Tensor
+
+
+TakeKeys = Callable[[int], PoolKeys | None]  # by step; None if keys are missing or too old
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class Views:
@@ -34,7 +44,7 @@ class Views:
     the explicit negatives in the order of the queries. ``sample_id`` is on the device of the views, and ``ids``
     is its copy on the host. ``example_ids`` identify duplicates, by default by sample id. ``next_ids`` are the
     sample ids of this worker's next two batches, fewer at the end of an epoch. ``data_set`` is the number of the data
-    set of all rows.
+    set of all rows. ``draw_key`` draws ``view_b`` if a pool of actors encodes it, so that it is None here.
     """
 
     view_a: Tensor
@@ -47,6 +57,7 @@ class Views:
     negatives: Tensor | None = None
     example_ids: ExampleIds = field(default=None)  # type: ignore[assignment]
     data_set: int = 0
+    draw_key: Callable[[], Tensor] | None = None
 
     def __post_init__(self) -> None:
         if self.example_ids is None:
@@ -55,6 +66,16 @@ class Views:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def second_view(self) -> Tensor | None:
+        """Return ``view_b``, drawn now if it was not."""
+        return self.view_b if self.draw_key is None else self.draw_key()
+
+    def key_views(self) -> list[Tensor]:
+        """Return the views that are keys only: the second one."""
+        view = self.second_view()
+        assert view is not None, "a momentum encoder's keys are views"
+        return [view]
 
     def keys(self) -> Tensor:
         """Return ``view_b`` followed by the negatives."""
@@ -75,18 +96,27 @@ def stacked(*views: Tensor) -> Tensor:
 @final
 @dataclass(frozen=True, kw_only=True)
 class ViewMaker:
-    """Draw the views of batches on a device: ``num_full`` views of full size first."""
+    """Draw the views of batches on a device: ``num_full`` views of full size first.
+
+    With ``draws_key`` false, the second view is drawn on request only.
+    """
 
     transform: Transform
     num_views: int
     num_full: int
     device: torch.device
+    draws_key: bool = True
 
     @classmethod
     def of(cls, config: RunConfig, transform: Transform, device: torch.device) -> "ViewMaker":
         """Return the maker of a run's views."""
         return cls(
-            transform=transform, num_views=config.num_views, num_full=config.views[0].count, device=device
+            transform=transform,
+            num_views=config.num_views,
+            num_full=config.views[0].count,
+            device=device,
+            # With a prediction head, keys are queries too.
+            draws_key=not config.uses_key_pool or config.has_prediction_head,
         )
 
     def views(self, batches: Iterator[Batch], *, image_size: int | None = None) -> Iterator[Views]:
@@ -112,7 +142,7 @@ class ViewMaker:
         return draft.make(*moved), sample_id
 
     def _send(self, batch: Batch, transform: Transform) -> "_Sent":
-        drafts = [transform.view(batch, number) for number in range(self.num_views)]
+        drafts = [transform.view(batch, number) for number in self._drawn]
         of_rows = [torch.from_numpy(batch.sample_id), transform.negatives(batch)]
         of_views = [each for draft in drafts for each in draft.tensors]
         with torch.cuda.stream(self._side_stream):
@@ -121,7 +151,8 @@ class ViewMaker:
         names = replace(
             transform.example_ids(batch), weight=None if weight is None else torch.from_numpy(weight)
         )
-        return _Sent(batch, drafts, moved, self._exchange.start(names))
+        draw_key = None if self.draws_key else partial(self._draw_key, batch, transform)
+        return _Sent(batch, drafts, moved, self._exchange.start(names), draw_key)
 
     def _make(self, sent: "_Sent", next_ids: tuple[NDArray[np.int64], ...]) -> Views:
         sample_id, negatives, *of_views = sent.moved
@@ -134,18 +165,28 @@ class ViewMaker:
             example_ids = replace(example_ids, weight=mean_one(example_ids.weight))
         tensors = iter(of_views)
         made = [draft.make(*(next(tensors) for _ in draft.tensors)) for draft in sent.drafts]
+        views = dict(zip(self._drawn, made, strict=True))
         return Views(
-            view_a=made[0],
-            view_b=made[1] if self.num_full > 1 else None,
-            further=tuple(made[2 : self.num_full]),
-            crops=tuple(made[self.num_full :]),
+            view_a=views[0],
+            view_b=views.get(1) if self.num_full > 1 else None,
+            further=tuple(views[number] for number in range(2, self.num_full)),
+            crops=tuple(views[number] for number in range(self.num_full, self.num_views)),
             sample_id=sample_id,
             ids=sent.batch.sample_id,
             next_ids=next_ids,
             negatives=negatives,
             example_ids=example_ids,
             data_set=sent.batch.data_set,
+            draw_key=sent.draw_key,
         )
+
+    @property
+    def _drawn(self) -> list[int]:
+        """The numbers of the views that are drawn of every batch."""
+        return [number for number in range(self.num_views) if number != 1 or self.draws_key]
+
+    def _draw_key(self, batch: Batch, transform: Transform) -> Tensor:
+        return transform.view(batch, 1).on(self.device)
 
     @cached_property
     def _exchange(self) -> IdExchange:
@@ -163,6 +204,7 @@ class _Sent(NamedTuple):
     drafts: list[Draft]
     moved: list[Any]  # the tensors of its rows, then of its drafts
     example_ids: Callable[[], ExampleIds]
+    draw_key: Callable[[], Tensor] | None
 
 
 def _next(batches: Iterator[Batch]) -> list[Batch]:
@@ -212,17 +254,25 @@ class Epochs:
         yield from map(self._maker.plain, Prefetched(self._sampler.epoch_batches(shard, epoch=0)))
 
     def views(
-        self, shard: BatchShard, *, epoch: int, start: int, has_next: bool, image_size: int | None = None
+        self,
+        shard: BatchShard,
+        *,
+        epoch: int,
+        start: int,
+        has_next: bool,
+        image_size: int | None = None,
+        passing: Callable[[Iterator[Batch]], Iterator[Batch]] = iter,
     ) -> Iterator[Views]:
         """Yield the views of an epoch from batch ``start`` on.
 
         ``image_size`` is the side of the images in pixels, by default ``data.image_size``. ``has_next``
-        means that another epoch follows: a stream then prefetches its rows.
+        means that another epoch follows: a stream then prefetches its rows. The batches pass through ``passing``, which
+        may read some of them ahead.
         """
         continues = self._exhausted == epoch - 1 and start == 0
         self._exhausted = None
         batches = self._sampler.epoch_batches(
             shard, epoch=epoch, start=start, continues=continues, has_next=has_next
         )
-        yield from self._maker.views(Prefetched(batches), image_size=image_size)
+        yield from self._maker.views(passing(Prefetched(batches)), image_size=image_size)
         self._exhausted = epoch

@@ -29,7 +29,6 @@ def test_a_pool_loads_new_weights_replaces_a_killed_encoder_and_ends_with_its_co
     rows = np.arange(20_000.0)[:, None]
     with start_pool(Scaling, least=2, most=2, resources={"CPU": 0.1}) as pool:
         attempt = pool.begin()
-        assert attempt is not None
         ray.get(pool.publish({"weight": np.array([3.0])}, step=4, attempt=attempt))
         wait_until(lambda: ray.get(pool.actor.num_encoders.remote()) == 2)
         first = pool.encode(rows).encoded

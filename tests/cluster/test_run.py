@@ -178,6 +178,10 @@ def test_the_metrics_of_a_run_match_the_documentation(finished: Finished) -> Non
         "recall_at_10",
         "bank_restarts",
         "negatives_wait_fraction",
+        "key_age_mean",
+        "key_age_max",
+        "own_keys_fraction",
+        "key_encoders",
     }
     assert documented_metrics() - written == of_others | {"negatives_age_mean", "negatives_age_max"}
 
