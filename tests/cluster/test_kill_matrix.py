@@ -231,6 +231,44 @@ def test_a_run_with_a_fault_equals_the_uninterrupted_run(
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
+def lose_key_encoder(_: FaultedRun) -> None:
+    kill_process("ray::EncoderActor")
+
+
+def lose_pool(_: FaultedRun) -> None:
+    kill_process("ray::PoolActor")
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("lose", [lose_key_encoder, lose_pool, lose_worker, lose_driver])
+def test_a_run_with_key_encoders_survives_a_fault_with_young_keys_and_all_steps(
+    lose: Callable[[FaultedRun], None], uninterrupted: Callable[[Method], UninterruptedRun], tmp_path: Path
+) -> None:
+    expected = uninterrupted("moco_v2")
+    # The pool starts within the delays of 3 s per epoch.
+    settings: dict[str, Any] = {"location": "actors", "actors": 2, "cpus_per_actor": 0.5, "max_age": 12}
+    settings = {f"momentum_encoder.{name}": value for name, value in settings.items()}
+    run = FaultedRun(
+        config_of("moco_v2", tmp_path, **settings), expected.data, Place(str(tmp_path / "run")), tmp_path
+    )
+    run.start()
+    try:
+        run.wait_for_checkpoint(FAULT_AFTER_STEP)
+        wait_until(lambda: any(line.get("key_encoders") for line in read_metrics(run.output)))
+        lose(run)
+        assert run.end() == 0, run.log()
+    finally:
+        run.drivers[-1].kill()
+    lines = [line for line in read_metrics(run.output) if "loss" in line]
+    result, reference = read_result(run.output), read_result(expected.output)
+    assert result["status"] == "finished"
+    assert [line["step"] for line in lines] == list(range(1, reference["steps"] + 1))
+    assert all(0 <= line["key_age_max"] <= 12 for line in lines)
+    assert max(line["key_age_max"] for line in lines) > 0
+    assert result["final"]["knn_top1"] == pytest.approx(reference["final"]["knn_top1"], abs=0.1)
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
 @pytest.mark.drill
 @pytest.mark.parametrize("cache", ["materialize", "stream"])
 def test_a_run_that_loses_a_node_for_good_continues_with_the_remaining_workers(
