@@ -147,6 +147,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def process_settings() -> Iterator[None]:
+    """Restore the threads and the matrix products of torch, which ``prepare_process`` sets."""
+    import torch
+
+    products = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
+    before, num_threads = products.fp32_precision, torch.get_num_threads()
+    yield
+    products.fp32_precision = before
+    torch.set_num_threads(num_threads)
+
+
 def _wait_for(url: str) -> None:
     for _ in range(300):
         try:

@@ -20,6 +20,8 @@ from raycl.training.views import Views
 from tests.pretend_gpu import CPU
 from tests.pretended_steps import QUEUE, ROWS, SMALL, Case, Worker
 
+pytestmark = pytest.mark.usefixtures("process_settings")
+
 POOL = {"momentum_encoder.location": "actors", "gpu": False}
 GROUP = SMALL | {"batchnorm": "group", "negatives.capacity": 2 * ROWS}
 FROZEN = {"momentum_encoder.momentum": 1.0}

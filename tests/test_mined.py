@@ -40,7 +40,7 @@ from raycl.training.mining import MinerClient
 from raycl.training.transforms import PairTransform
 from tests.pairs import clicks, rows_of, small_config, vocabulary
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "process_settings")
 
 NUM_ROWS, CANDIDATES = 60, 6
 ROWS = clicks(NUM_ROWS, num_negatives=[0, 2, 1])

@@ -11,15 +11,9 @@ from raycl.recipes import recipe
 from raycl.training import process
 from raycl.training.process import environment, multiply_by_onednn, prepare_device, prepare_process
 
+pytestmark = pytest.mark.usefixtures("process_settings")
+
 PRODUCTS = torch.backends.mkldnn.matmul
-
-
-@pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    before, num_threads = PRODUCTS.fp32_precision, torch.get_num_threads()
-    yield
-    PRODUCTS.fp32_precision = before
-    torch.set_num_threads(num_threads)
 
 
 def relative_error(ours: torch.Tensor, exact: torch.Tensor) -> float:

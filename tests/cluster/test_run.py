@@ -182,6 +182,8 @@ def test_the_metrics_of_a_run_match_the_documentation(finished: Finished) -> Non
         "key_age_max",
         "own_keys_fraction",
         "key_encoders",
+        "miner_restarts",
+        "mined_random_fraction",
     }
     assert documented_metrics() - written == of_others | {"negatives_age_mean", "negatives_age_max"}
 
