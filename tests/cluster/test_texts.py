@@ -159,14 +159,23 @@ def test_a_run_on_pairs_learns_and_its_towers_load(click_run: tuple[Path, raycl.
 
 
 @pytest.mark.drill
-def test_a_run_that_loses_a_worker_equals_an_uninterrupted_run(click_log: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "store",
+    [
+        {"negatives.store": "queue", "negatives.capacity": 64},
+        {"negatives.store": "partition", "stages.0.loss": "gcl", "negatives.explicit": False}
+        | {"bank.max_staleness": 0, "bank.shards": 2},
+    ],
+)
+def test_a_run_that_loses_a_worker_equals_an_uninterrupted_run(
+    store: dict[str, Any], click_log: Path, tmp_path: Path
+) -> None:
     settings: dict[str, Any] = {
         "encoder.name": "tests.cluster.networks:words",
         "encoder.kwargs": {"dim": 16, "die_at": 8, "marker": str(tmp_path / "died")},
         "evaluation.every_epochs": 0,
-        "negatives.store": "queue",
-        "negatives.capacity": 64,
         "separate_towers": True,
+        **store,
     }
     mortal = run_of("two_tower", **settings)
     raycl.train(mortal, data=str(click_log), output=str(tmp_path / "killed"), quiet=True)
