@@ -129,7 +129,7 @@ def compare_steps(method: str, bank: Bank, sample_id: np.ndarray, options: argpa
 
 def compare_rows(bank: Bank, sample_id: np.ndarray, repeats: int) -> list[Line]:
     """Read and write slots by the actor, by the store, and by bare numpy."""
-    actor: Any = MemoryBankClient(bank, sample_id)
+    actor = MemoryBankClient(bank, sample_id)
     store = MemoryBank(sample_id, DIM, seed=0)
     rows = np.random.default_rng(0).standard_normal((len(sample_id), DIM), np.float32)
     rng, numbers = np.random.default_rng(0), iter(range(10**9))
@@ -146,7 +146,11 @@ def compare_rows(bank: Bank, sample_id: np.ndarray, repeats: int) -> list[Line]:
         return run
 
     fresh = rng.standard_normal((BATCH, DIM), np.float32)
-    reads = {"actor": actor.read, "store": store.read, "numpy": lambda slots: np.take(rows, slots, axis=0)}
+    reads = {
+        "actor": lambda slots: (actor.ask(slots), actor.answer()),
+        "store": store.read,
+        "numpy": lambda slots: np.take(rows, slots, axis=0),
+    }
     writes = {
         "actor": lambda slots: (actor.update(sample_id[slots], fresh, next(numbers)), actor.flush()),
         "store": lambda slots: store.update(sample_id[slots], fresh, next(numbers)),

@@ -459,7 +459,8 @@ def test_callers_may_overwrite_passed_and_returned_arrays_immediately(tmp_path: 
     slots_client.ask(slots)
     keys.push(rows, ids, 0)
     rows[:], ids[:], slots[:] = 9, 9, 9
-    for array in slots_client.read(np.arange(7)).arrays():
+    slots_client.ask(np.arange(7))
+    for array in slots_client.answer():
         array[:] = 9
     assert all_rows(clusters[0], slots_client) == rows_of(bank.negatives())
     keys.flush()
@@ -482,7 +483,7 @@ def test_workers_of_an_earlier_attempt_are_refused_even_by_a_restarted_actor(
         late_keys.flush,
         lambda: late_keys.save(1),
         lambda: late_slots.initialize(IDS[:2], a_batch(2, 0)[0]),
-        *[lambda: late_slots.read(np.arange(7))] * 2,
+        *[lambda: (late_slots.ask(np.arange(7)), late_slots.answer())] * 2,
         late_slots.flush,
     ):
         with pytest.raises(RunError, match="restored after this worker had joined") as error:
@@ -538,8 +539,7 @@ def test_restoring_a_step_without_a_snapshot_leaves_the_bank_unchanged(tmp_path:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda client: client.read(np.array([3, 7, -1])), "slots -1, 7 are not here: these are 0 to 6"),
-        (lambda client: client.ask(np.array([7])), "slots 7 are not here"),
+        (lambda client: client.ask(np.array([3, 7, -1])), "slots -1, 7 are not here: these are 0 to 6"),
         (lambda client: client.slots_of(np.array([4])), "no slot for the samples 4"),
         (lambda client: client.update(IDS[:2], np.full((2, DIM), np.nan), 0), "not embeddings"),
         (lambda client: client.update(IDS[:2], np.ones((3, DIM)), 0), "3 rows came with 2 ids"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from pydantic import BaseModel
 
-from raycl.config.schema import ViewsConfig
+from raycl.config.schema import PoolConfig, ViewsConfig
 from raycl.loss_specs import LOSSES, join_names
 from raycl.models.registry import VITS, has_blocks, is_transformer
 
@@ -101,7 +101,7 @@ _SHARDED = Condition(
     "negatives.store",
 )
 _KEY_ACTORS = when("momentum_encoder.location", "actors")
-_POOL = ("actors", "min_actors", "cpus_per_actor", "gpus_per_actor", "node_label")  # settings of a PoolConfig
+_POOL = tuple(PoolConfig.model_fields)
 _GUIDED = Condition(
     "negatives.guide.query and negatives.guide.document",
     lambda run, _: None not in (run.negatives.guide.query, run.negatives.guide.document),
@@ -234,13 +234,7 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
     "negatives.mined": (_PAIRS,),
     **{
         f"negatives.mined.{name}": (_MINED,)
-        for name in (
-            "candidates",
-            "random_fraction",
-            "max_relative_score",
-            "refresh",
-            *_POOL,
-        )
+        for name in ("candidates", "random_fraction", "max_relative_score", "refresh", *_POOL)
     },
     "bank": (
         Condition(

@@ -345,6 +345,13 @@ class PredictionHeadConfig(Section):
     """Width of the hidden layers, which have BatchNorm; default: the dimension of the embedding."""
 
 
+def _is_label(text: str) -> str:
+    name, _, value = text.partition("=")
+    if not name or not value or "=" in value or " " in text:
+        raise ValueError(f"must be NAME=VALUE, such as zone=spot, got {text!r}")
+    return text
+
+
 class PoolConfig(Section):
     """A pool of actors that encode."""
 
@@ -360,7 +367,7 @@ class PoolConfig(Section):
     gpus_per_actor: NotNegative = 0.0
     """GPUs reserved per actor, such as 0.5; 0 encodes on the CPU."""
 
-    node_label: Annotated[str, Field(pattern=r"^[^=\s]+=[^=\s]+$")] | None = None
+    node_label: Annotated[str, AfterValidator(_is_label)] | None = None
     """Ray label ``NAME=VALUE`` of the nodes for these actors; default: any node."""
 
     @property

@@ -10,7 +10,7 @@ from raycl.negatives.actor import BankActor, MemoryBankActor, Pulled, Pushed, Qu
 from raycl.negatives.bank import Bank
 from raycl.negatives.memory_bank import SampleIndex, check_slots, draw_slots, normalized
 from raycl.negatives.rpc import PendingCall
-from raycl.negatives.store import Negatives, checked
+from raycl.negatives.store import checked
 
 _NO_SLOTS = np.empty(0, np.int64)
 
@@ -185,13 +185,6 @@ class MemoryBankClient:
         assert self._part is not None, "rows are asked for, and returned once"
         part, self._part = self._part, None
         return part
-
-    def read(self, slots: np.ndarray) -> Negatives:
-        """Return copies of the rows in ``slots``, int64 [n], in their order, to a group of one worker."""
-        assert self._num_workers == 1, "the workers of a group have a part of the rows each"
-        self.ask(slots)
-        part = self.answer()
-        return Negatives(part.rows, self.ids_at(slots), part.step)
 
     def update(self, sample_id: np.ndarray, rows: np.ndarray, step: int) -> None:
         """Move the slots of ``sample_id`` [n] towards ``rows`` [n, dim], as ``MemoryBank.update`` does.

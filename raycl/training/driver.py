@@ -32,12 +32,11 @@ from raycl.training.controller import (
     Stopped,
     remove_leaked_placement_groups,
 )
-from raycl.training.coordinator import add_notice
-from raycl.training.encoder_pool import EncoderPool, start_pool
+from raycl.training.encoder_pool import EncoderPool
 from raycl.training.job import Job
 from raycl.training.key_encoders import KeyEncoder
 from raycl.training.loop import run_worker
-from raycl.training.pools import check_pools, label_of, pools_of
+from raycl.training.pools import check_pools, open_pool, pools_of
 from raycl.training.process import environment
 
 Printer = Callable[[str], None]
@@ -135,19 +134,13 @@ def _train_group(job: Job, report: Printer) -> Outcome:
 @contextlib.contextmanager
 def _open_pool(job: Job) -> Iterator[EncoderPool | None]:
     """Start the pool of actors that encodes keys, if configured, and stop it afterwards."""
-    config, keys = job.config, job.config.momentum_encoder
+    config = job.config
     if not config.uses_key_pool:
         yield None
         return
-    least, most = encoders_that_fit(config, streamed=job.stream is not None)
-    with start_pool(
-        partial(KeyEncoder, config, job.vocabulary, job.network),
-        least=least,
-        most=most,
-        resources={"CPU": keys.cpus_per_actor, "GPU": keys.gpus_per_actor},
-        labels=label_of(keys),
-        report=partial(add_notice, job.coordinator),
-    ) as pool:
+    build = partial(KeyEncoder, config, job.vocabulary, job.network)
+    actors = encoders_that_fit(config, streamed=job.stream is not None)
+    with open_pool(config.momentum_encoder, build, job.coordinator, actors=actors) as pool:
         yield pool
 
 

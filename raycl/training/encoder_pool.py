@@ -24,10 +24,8 @@ from raycl.errors import first_line, last_line
 ANSWER_S = 300.0  # after which an encoder counts as lost; Ray notices dead nodes earlier
 _PATIENCE_S = 3 * ANSWER_S  # of a caller, if the pool itself does not answer
 _NUM_TRIES = 2  # encoders that a request is sent to
-_WAITING, _IDLE = (
-    0.05,
-    0.01,
-)  # fractions of the time that callers wait: the pool grows above, may shrink below
+# Fractions of the time that callers wait: the pool grows above, may shrink below.
+_WAITING, _IDLE = 0.05, 0.01
 _BUSY = 0.7  # of the time, the most that the encoders left after shrinking may work
 _MAX_DELAY_S = 60.0  # before an encoder is replaced, if the ones before failed too
 

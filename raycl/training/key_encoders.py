@@ -22,7 +22,8 @@ from raycl.gradient_cache import embed_in_chunks
 from raycl.models.build import build_towers
 from raycl.tokenization import Vocabulary
 from raycl.training.encoder_pool import EncoderPool, Request, Weights
-from raycl.training.process import autocast, available_cores, prepare_device, prepare_process
+from raycl.training.pools import prepare_encoder
+from raycl.training.process import autocast
 from raycl.training.transforms import build_transform
 from raycl.training.views import PoolKeys, stacked
 
@@ -37,9 +38,7 @@ class KeyEncoder:
     def __init__(self, config: RunConfig, vocabulary: Vocabulary | None, network: nn.Module | None) -> None:
         # Rows arrive in the object store's memory, which nobody writes.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        prepare_process(min(available_cores(), max(1, int(config.momentum_encoder.cpus_per_actor))))
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._config = prepare_device(config, self._device)
+        self._config, self._device = prepare_encoder(config, config.momentum_encoder)
         self._transform = build_transform(config, None if vocabulary is None else vocabulary.tokenizer)
         self._tower = build_towers(config, vocabulary, network).requires_grad_(False).to(self._device).train()
         self._tower.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]

@@ -33,7 +33,7 @@ from raycl.tokenization import Vocabulary
 from raycl.training.corpus import Corpus
 from raycl.training.encoder_pool import Encoded, EncoderPool, Request, Weights
 from raycl.training.mined import MinedTable
-from raycl.training.process import available_cores, prepare_device, prepare_process
+from raycl.training.pools import prepare_encoder
 
 Numbers = NDArray[np.int64]
 
@@ -72,9 +72,7 @@ class PairEncoder:
 
     def __init__(self, config: RunConfig, vocabulary: Vocabulary, network: nn.Module | None = None) -> None:
         """Build the towers, on the GPU if this process has one."""
-        prepare_process(min(available_cores(), max(1, int(config.negatives.mined.cpus_per_actor))))
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        config = prepare_device(config, self._device)
+        config, self._device = prepare_encoder(config, config.negatives.mined)
         self._precision = config.tower_precision if self._device.type == "cuda" else "float32"
         towers = build_towers(config, vocabulary, network)
         assert isinstance(towers, TwoTowers), "pairs have two towers"

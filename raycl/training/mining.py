@@ -21,13 +21,11 @@ from raycl.errors import ConfigError
 from raycl.models.towers import Towers
 from raycl.negatives.bank import Bank
 from raycl.negatives.spec import BankSpec
-from raycl.training.coordinator import add_notice
 from raycl.training.corpus import build_corpus
-from raycl.training.encoder_pool import start_pool
 from raycl.training.job import Job
 from raycl.training.mined import MinedNegatives, MinedTable
 from raycl.training.miner import Miner, News, PairEncoder
-from raycl.training.pools import label_of
+from raycl.training.pools import open_pool
 
 _ASK_EVERY_S = 0.5
 
@@ -82,15 +80,8 @@ def start_miner(job: Job, matches: ray.ObjectRef, bank: Bank) -> Iterator[Any]:
     """Start the miner, which Ray restarts if it dies, and its pool of encoders, and end them afterwards."""
     mined, coordinator = job.config.negatives.mined, job.coordinator
     assert job.vocabulary is not None, "pairs have a vocabulary"
-    least, most = mined.actor_range
-    with start_pool(
-        partial(PairEncoder, job.config, job.vocabulary, job.network),
-        least=least,
-        most=most,
-        resources={"CPU": mined.cpus_per_actor, "GPU": mined.gpus_per_actor},
-        labels=label_of(mined),
-        report=partial(add_notice, coordinator),
-    ) as pool:
+    build = partial(PairEncoder, job.config, job.vocabulary, job.network)
+    with open_pool(mined, build, coordinator, actors=mined.actor_range) as pool:
         # On the driver's node, as the pool and the coordinator.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": here}

@@ -1,10 +1,19 @@
 """The pools of encoders of a run: their settings, and whether they fit beside the workers."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
 import ray
+import torch
 
 from raycl.config import RunConfig
 from raycl.config.schema import PoolConfig
 from raycl.errors import ConfigError
+from raycl.training.coordinator import add_notice
+from raycl.training.encoder_pool import EncoderPool, RowEncoder, start_pool
+from raycl.training.process import available_cores, prepare_device, prepare_process
 
 
 def pools_of(config: RunConfig) -> dict[str, PoolConfig]:
@@ -15,6 +24,28 @@ def pools_of(config: RunConfig) -> dict[str, PoolConfig]:
     if config.negatives.mined.num:
         pools["negatives.mined"] = config.negatives.mined
     return pools
+
+
+def open_pool(
+    pool: PoolConfig, build: Callable[[], RowEncoder], coordinator: Any, *, actors: tuple[int, int]
+) -> AbstractContextManager[EncoderPool]:
+    """Start a pool with the fewest and the most ``actors``, as ``start_pool`` does, which reports to the coordinator."""
+    least, most = actors
+    return start_pool(
+        build,
+        least=least,
+        most=most,
+        resources={"CPU": pool.cpus_per_actor, "GPU": pool.gpus_per_actor},
+        labels=label_of(pool),
+        report=partial(add_notice, coordinator),
+    )
+
+
+def prepare_encoder(config: RunConfig, pool: PoolConfig) -> tuple[RunConfig, torch.device]:
+    """Set up the process of an encoder of this pool; return the configuration for its device, a GPU if there is one."""
+    prepare_process(min(available_cores(), max(1, int(pool.cpus_per_actor))))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return prepare_device(config, device), device
 
 
 def label_of(pool: PoolConfig) -> dict[str, str]:
