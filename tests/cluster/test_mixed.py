@@ -113,6 +113,7 @@ def test_the_result_has_rows_and_steps_of_each_data_set(
     assert (described["num_rows"], described["rows_per_data_set"]) == (430, [330, 100])
 
 
+@pytest.mark.drill
 def test_a_run_resumed_on_ray_datasets_equals_an_uninterrupted_run_on_files(
     files: list[str], tables: dict[str, pa.Table], finished: tuple[Path, raycl.RunResult], tmp_path: Path
 ) -> None:
