@@ -27,6 +27,7 @@ RENAMED = {  # keys of lines and results that older versions wrote
     "left_out": "skipped",
 }
 _BLOCK = 4_096  # bytes allocated to any file, even on a full disk
+FAILURE = "failure"  # the ``event`` of a line about the loss of a group of workers
 ROLLBACK = "rollback"  # the ``event`` of a line after which the run resumes at an earlier step
 
 
@@ -73,6 +74,18 @@ class MetricsLog:
 def read_metrics(output: Place) -> list[dict[str, Any]]:
     """Return the lines of ``metrics.jsonl`` in ``output``, in order."""
     return [with_new_names(json.loads(line)) for line in (output / METRICS).read_text().splitlines()]
+
+
+def wall_seconds(output: Place) -> float:
+    """Return the time that a run has taken so far by its last line, 0 for a new one."""
+    lines = read_metrics(output) if (output / METRICS).exists() else []
+    return max((line.get("wall_seconds") or 0.0 for line in lines), default=0.0)
+
+
+def failures(output: Place) -> list[dict[str, Any]]:
+    """Return the lines about lost groups of workers: their text, and the time and steps that each one cost."""
+    keys = ("step", "text", "lost_seconds", "repeated_steps")
+    return [{key: line[key] for key in keys} for line in read_metrics(output) if line.get("event") == FAILURE]
 
 
 def with_new_names(values: dict[str, Any]) -> dict[str, Any]:

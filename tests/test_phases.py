@@ -1,13 +1,18 @@
-"""Step time by phase: nested phases, threads, and the fractions of a logging interval."""
+"""Step time by phase: nested phases, threads, and the fractions of a logging interval; goodput and failures."""
 
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from raycl.distributed.step_timer import PAUSED, REST, StepTimer, counted, phase
-from raycl.training.metrics_logger import Clock
+from raycl.recipes import recipe
+from raycl.records import failures, read_metrics, wall_seconds
+from raycl.storage import Place
+from raycl.training.job import Failure
+from raycl.training.metrics_logger import Clock, MetricsLogger
 from raycl.training.stages import Position
 
 
@@ -26,7 +31,9 @@ class ManualClock:
 @pytest.fixture
 def manual_clock(monkeypatch: pytest.MonkeyPatch) -> ManualClock:
     manual_clock = ManualClock()
-    stopped = SimpleNamespace(perf_counter=manual_clock.read, monotonic=manual_clock.read)
+    stopped = SimpleNamespace(
+        perf_counter=manual_clock.read, monotonic=manual_clock.read, time=manual_clock.read
+    )
     monkeypatch.setattr("raycl.distributed.step_timer.time", stopped)
     monkeypatch.setattr("raycl.training.metrics_logger.time", stopped)
     return manual_clock
@@ -131,6 +138,51 @@ def test_a_run_with_more_than_two_views_counts_views_per_second(
     _, metrics = clock.lap(samples=100)
     assert metrics["samples_per_second"] == pytest.approx(100)
     assert metrics.get("views_per_second") == (None if rate is None else pytest.approx(rate))
+
+
+def test_goodput_counts_no_step_of_a_lost_group(manual_clock: ManualClock, tmp_path: Path) -> None:
+    def group(position: Position, failure: Failure | None = None) -> MetricsLogger:
+        job = SimpleNamespace(
+            config=recipe("simclr"),
+            output=output,
+            coordinator=None,
+            began=100.0,
+            failure=failure,
+            check_lease=str,
+        )
+        return MetricsLogger(job, position, num_steps=90)  # pyright: ignore[reportArgumentType]
+
+    def step(logger: MetricsLogger, number: int, seconds: float) -> None:
+        manual_clock.move(seconds)
+        logger.write_failure()
+        logger.write(Position(step=number, seconds=logger.clock.seconds()), {"loss": 1.0})
+
+    output = Place(str(tmp_path))
+    manual_clock.move(100.0)
+    logger = group(Position())
+    step(logger, 10, 50.0)
+    with logger.clock.paused():
+        manual_clock.move(10.0)  # a checkpoint of step 10
+    step(logger, 16, 30.0)  # ended at 190
+    logger.flush()
+    manual_clock.move(12.0)
+    lost = Failure(text="worker 1 died", step=16, seconds=80.0, time=190.0)
+    logger = group(Position(step=10, seconds=50.0), lost)
+    step(logger, 11, 5.0)  # ends at 207
+    step(logger, 20, 48.0)  # at 255
+    logger.flush()
+
+    text = "worker 1 died: resumed from step 10 after 17.0 s, repeating 6 steps: 47.0 s lost"
+    assert failures(output) == [{"step": 10, "text": text, "lost_seconds": 47.0, "repeated_steps": 6}]
+    # Training of 50 s before the checkpoint and 53 s after the failure, in 155 s.
+    last = read_metrics(output)[-1]
+    assert (last["step"], last["wall_seconds"], last["seconds"]) == (20, 155.0, 103.0)
+    assert last["goodput"] == pytest.approx(103 / 155, rel=1e-5)
+    assert wall_seconds(output) == 155.0
+    # The line stays if the next group resumes from the same checkpoint.
+    logger = group(Position(step=10, seconds=50.0))
+    logger.flush()
+    assert [line["text"] for line in failures(output)] == [text]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -34,6 +34,8 @@ from raycl.training.stores import Store
 from raycl.training.train_state import TrainState
 
 SCORE = "score"  # Ray Train keeps the checkpoints with the highest ones
+_MAX_COST = 0.01  # of the time, for checkpoints whose interval is not configured
+_INTERVALS_S = 10.0, 300.0  # the shortest and the longest of these
 _STEP = re.compile(r"step-([0-9]{8,})")
 _ORDER = ("rollbacks", "step", "stage")
 
@@ -70,6 +72,7 @@ class Checkpointer:
         self._is_writer = rank() == 0
         self._preempted: frozenset[int] = frozenset()  # ranks whose nodes will be preempted
         self.saved_step, self._saved_at = position.step, time.monotonic()
+        self._cost_s = 0.0  # of the last checkpoint
 
     def is_due(self, position: Position, device: torch.device) -> bool:
         """Whether to save after this step: by step, by time, or before a node is preempted."""
@@ -78,7 +81,7 @@ class Checkpointer:
         if position.step % self._job.config.log_every_steps:
             return is_due_by_step
         # Clocks differ between workers: the first one decides.
-        late = time.monotonic() - self._saved_at > self._job.config.checkpoints.interval_s
+        late = time.monotonic() - self._saved_at > self._interval_s()
         is_late = bool(all_sum(torch.tensor(late and self._is_writer, device=device).long()))
         return is_due_by_step or is_late or self._is_newly_preempted()
 
@@ -98,6 +101,7 @@ class Checkpointer:
         """
         if position.step == self.saved_step and not (evaluated or always):
             return
+        began = time.monotonic()
         with self._logger.clock.paused():
             # A finite loss may have had an infinite gradient: never save its update.
             if not self._train_state.is_finite():
@@ -114,6 +118,13 @@ class Checkpointer:
             with (self._job.output / CHECKPOINTS).wrap_errors("save a checkpoint in"):
                 self._report(position, store, metrics, evaluated=evaluated)
         self.saved_step, self._saved_at = position.step, time.monotonic()
+        self._cost_s = self._saved_at - began
+
+    def _interval_s(self) -> float:
+        """Return the seconds from the last checkpoint to the next."""
+        shortest, longest = _INTERVALS_S
+        configured = self._job.config.checkpoints.interval_s
+        return min(longest, max(shortest, self._cost_s / _MAX_COST)) if configured is None else configured
 
     def _save_bank(self, position: Position, store: Store) -> None:
         """Write the bank's snapshot before the checkpoint that needs it."""

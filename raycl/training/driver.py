@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -21,7 +22,7 @@ from raycl.errors import RunError, StoppedError, StorageError, last_line
 from raycl.gpus import accelerators, check_accelerator, check_bfloat16
 from raycl.progress import ProgressLine, notices_of, steps_made
 from raycl.ray_runtime import check_resources, cpus_for_a_worker, crowding, find_raycl_error
-from raycl.records import CHECKPOINTS, repair_manifest, write_result
+from raycl.records import CHECKPOINTS, repair_manifest, wall_seconds, write_result
 from raycl.storage import Place
 from raycl.training.checkpoint import SCORE, saved_steps
 from raycl.training.controller import (
@@ -33,7 +34,7 @@ from raycl.training.controller import (
     remove_leaked_placement_groups,
 )
 from raycl.training.encoder_pool import EncoderPool
-from raycl.training.job import Job
+from raycl.training.job import Failure, Job
 from raycl.training.key_encoders import KeyEncoder
 from raycl.training.loop import run_worker
 from raycl.training.pools import check_pools, open_pool, pools_of
@@ -56,6 +57,7 @@ def train_in_groups(
     ``StoppedError`` if a stop was requested.
     """
     workers, num_failures = job.workers_at(0), 0
+    job = replace(job, began=time.time() - wall_seconds(job.output))
     saved: set[int] = set()
     notices = notices_of(job.coordinator)
     with (
@@ -77,6 +79,7 @@ def train_in_groups(
                     raise
                 failures = f"failure {num_failures} of {job.config.max_failures}"
                 report(f"{last_line(error)}: resuming from step {max(saved, default=0)} ({failures})")
+                job = replace(job, failure=_failure(job, last_line(error)))
                 continue
             match outcome:
                 case Finished(metrics):
@@ -88,6 +91,18 @@ def train_in_groups(
                         f"the run was stopped after step {step}, which is saved; continue it with --resume",
                         shutdown.last_signal,
                     )
+
+
+def _failure(job: Job, text: str) -> Failure:
+    """Return the failure of the last group; one that made no step continues the failure before it."""
+    try:
+        last: dict[str, Any] = ray.get(job.coordinator.progress.remote(), timeout=_ANSWER_S)
+    except (RayActorError, GetTimeoutError):
+        last = {}
+    seen, earlier = last.get("time", job.began), job.failure
+    if earlier is not None and seen <= earlier.time:
+        return replace(earlier, text=f"{earlier.text}; {text}")
+    return Failure(text=text, step=last.get("step", 0), seconds=last.get("seconds", 0.0), time=seen)
 
 
 def _train_group(job: Job, report: Printer) -> Outcome:

@@ -20,6 +20,21 @@ from raycl.training.encoder_pool import EncoderPool
 from raycl.training.mined import MinedNegatives
 from raycl.training.transforms import build_formats
 
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """The loss of a group of workers: the last step it reported, with its training time and when it did.
+
+    ``seconds`` counts as :attr:`Position.seconds` does; ``time`` is in seconds since 1970.
+    """
+
+    text: str
+    step: int
+    seconds: float
+    time: float
+
+
 _MIN_ROWS_CHECKED = 1_000  # rows of a stream before its invalid fraction is checked
 
 
@@ -33,7 +48,8 @@ class Job:
     and the maximum number of workers that were requested. ``bank`` is set if actors hold the negatives.
     ``sample_id`` refers to the ids of the ``num_samples`` samples that a memory bank has slots for, and ``guide`` to
     the embeddings of a guide, which each node holds once; ``corpus`` to the queries and documents of the training rows,
-    if a ``miner`` searches them. ``encoder_pool`` is set if a pool of actors encodes keys.
+    if a ``miner`` searches them. ``encoder_pool`` is set if a pool of actors encodes keys. ``began`` is when the run
+    began, in seconds since 1970, later by the time in which no driver ran. ``failure`` is the loss of the group before.
     """
 
     config: RunConfig
@@ -56,6 +72,8 @@ class Job:
     miner: Any = None
     encoder_pool: EncoderPool | None = None
     lease: Lease | None = None
+    began: float = 0.0
+    failure: Failure | None = None
 
     def check_lease(self) -> None:
         """Raise ``RunError`` if another process has taken over the output."""

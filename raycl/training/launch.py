@@ -16,7 +16,7 @@ from raycl.errors import RayclError, RunError, StoppedError, StorageError
 from raycl.models.build import build_towers
 from raycl.progress import ProgressLine, rows_read
 from raycl.ray_runtime import connect_cluster, unwrap_ray_errors
-from raycl.records import write_result
+from raycl.records import failures, write_result
 from raycl.tokenization import Vocabulary
 from raycl.training.banks import open_bank, open_miner
 from raycl.training.coordinator import rows_in, start_coordinator
@@ -45,7 +45,8 @@ class RunResult(Displayable):
 
     ``invalid_rows`` counts rows that cannot be decoded, by cause. ``skipped`` counts valid rows that the run does
     not use. ``flat_images`` counts images whose pixels all have the same value; the run uses them. ``data_sets``
-    has the same counts, and the steps, of each of several data sets.
+    has the same counts, and the steps, of each of several data sets. ``goodput`` is the time of steps that counted
+    over all time; ``failures`` are the losses of a group of workers, with the time and the steps that each one cost.
     """
 
     output: str
@@ -58,6 +59,8 @@ class RunResult(Displayable):
     invalid_rows: dict[str, int]
     skipped: dict[str, int]
     flat_images: int = 0
+    goodput: float = 0.0
+    failures: list[dict[str, Any]] = field(default_factory=list)
     data_sets: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def to_table(self) -> Table:
@@ -74,6 +77,8 @@ class RunResult(Displayable):
                 "invalid rows": self.invalid_rows,
                 "skipped": self.skipped,
                 "flat images": self.flat_images,
+                "goodput": round(self.goodput, 3),
+                "failures": len(self.failures),
                 **self.data_sets,
             },
         )
@@ -266,6 +271,8 @@ def _write_result(run: ValidatedRun, data: DataModule, final: dict[str, Any], co
         invalid_rows=dict(rows.invalid),
         skipped=dict(rows.skipped),
         flat_images=rows.num_flat,
+        goodput=final.pop("goodput"),
+        failures=failures(run.output),
         data_sets=data.counts(final.pop("data_set_steps")),
     )
     run.lease.check()

@@ -238,6 +238,7 @@ class Trainer:
     def _record(self, output: StepOutput) -> str | None:
         """Log the step if it is due; return the reason if the run has collapsed."""
         position, collapse = self._position, None
+        self._logger.write_failure()
         if self._is_logged(position.step):
             measures = output.measure()
             collapse = self._monitor.update(
@@ -342,12 +343,13 @@ class Trainer:
         self._save(evaluated=evaluated and not already_saved)
         if rank() != 0:
             return None
+        self._logger.write_failure()
         self._logger.flush()
         save_towers(self._state.evaluated, self._job)
         num_epochs = position.epoch + (position.epoch_step >= self._plan.steps_per_epoch)
         totals = {"step": position.step, "samples": position.samples, "epoch": num_epochs}
         totals |= {"seconds": position.seconds, "data_set_steps": position.data_set_steps}
-        return Finished({**totals, **self._metrics})
+        return Finished({**totals, **self._metrics, "goodput": self._logger.goodput()})
 
     def _evaluate(self) -> bool:
         """Evaluate the towers and measure the leakage of BatchNorm; return whether there is an evaluator."""

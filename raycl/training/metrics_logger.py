@@ -8,7 +8,7 @@ from typing import Any, final
 from raycl.distributed import num_workers, rank
 from raycl.distributed.step_timer import PAUSED, StepTimer, counted, phase
 from raycl.errors import StorageError
-from raycl.records import ROLLBACK, MetricsLog
+from raycl.records import FAILURE, ROLLBACK, MetricsLog
 from raycl.tracking import Trackers, open_trackers
 from raycl.tracking.prometheus import Exporter, Reading
 from raycl.training.job import Job
@@ -26,6 +26,7 @@ class MetricsLogger:
         self._num_views = job.config.num_views
         self.clock = Clock(position, num_views=self._num_views, on_accelerator=on_accelerator)
         self._coordinator, self._num_steps, self._position = job.coordinator, num_steps, position
+        self._began, self._failure = job.began, job.failure
         self._log: MetricsLog | None = None
         self._trackers, self._progress_sent_at = Trackers([]), 0.0
         self._latest: dict[str, Any] = {}  # exported to Prometheus, with the next two
@@ -53,6 +54,8 @@ class MetricsLogger:
             "time": int(time.time()),
             **metrics,
             "seconds": self.clock.seconds(),
+            "wall_seconds": self._wall_seconds(),
+            "goodput": self.goodput(),
         }
         if failures := self._trackers.num_failures:
             line["tracking_failures"] = failures
@@ -76,8 +79,26 @@ class MetricsLogger:
                 "num_views": self._num_views,
                 "epoch": position.epoch,
                 "loss": loss,
+                "seconds": position.seconds,
+                "time": time.time(),
             }
             self._coordinator.add_progress.remote(progress)
+
+    def write_failure(self) -> None:
+        """After the first step of a group, add a line about the cost of the loss of the group before."""
+        failure, self._failure, resumed = self._failure, None, self._position
+        if self._log is None or failure is None:
+            return
+        pause = max(0.0, time.time() - failure.time)
+        repeated = max(0, failure.step - resumed.step)
+        lost = pause + max(0.0, failure.seconds - resumed.seconds)
+        text = (
+            f"{failure.text}: resumed from step {resumed.step} after {pause:.1f} s, repeating {repeated} steps: "
+            f"{lost:.1f} s lost"
+        )
+        # At the step of the checkpoint: a group that resumes from it later keeps the line.
+        costs = {"lost_seconds": lost, "repeated_steps": repeated}
+        self.write(resumed, {"event": FAILURE, "text": text, **costs})
 
     def write_evaluation(self, position: Position, metrics: Mapping[str, float]) -> None:
         """Add a line of metrics and show it in the progress line at once."""
@@ -97,6 +118,10 @@ class MetricsLogger:
         self._trackers.roll_back(position.step)
         self.notify(position, ROLLBACK, text)
 
+    def goodput(self) -> float:
+        """Return the training time, without steps that a lost group made in vain, over all time since the run began."""
+        return self.clock.seconds() / self._wall_seconds()
+
     def flush(self) -> None:
         """Write the buffered lines to storage; raises ``StorageError``."""
         if self._log is not None:
@@ -112,6 +137,10 @@ class MetricsLogger:
         with contextlib.nullcontext() if finished else contextlib.suppress(StorageError):
             for text in self._trackers.messages():
                 self.notify(self._position, "tracking", text)
+
+    def _wall_seconds(self) -> float:
+        """Return the time since the run began; the clocks of two nodes may differ a little."""
+        return max(time.time() - self._began, self.clock.seconds(), 1e-9)
 
     def _readings(self) -> Iterator[Reading]:
         yield Reading("trained_steps", self._num_trained_steps)

@@ -18,7 +18,7 @@ from raycl.errors import ConfigError, DataError
 from raycl.negatives.bank import Bank, connect_bank, list_banks
 from raycl.negatives.spec import BankSpec
 from raycl.negatives.start import start_bank
-from raycl.records import read_metrics
+from raycl.records import read_metrics, read_result
 from raycl.storage import Place
 from raycl.training.launch import RunResult
 from tests.bank_snapshots import rows_in_snapshot
@@ -119,6 +119,7 @@ def in_step(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     return output, trained(config, data, output)
 
 
+@pytest.mark.drill
 def test_a_synchronous_bank_in_actors_gives_the_same_run_as_a_bank_in_workers(
     in_step: tuple[Path, RunResult], data: Path, tmp_path: Path
 ) -> None:
@@ -160,8 +161,8 @@ def test_streamed_data_trains_with_slots_prefetched_one_step_ahead(data: Path, t
 @pytest.mark.parametrize(
     ("method", "of_whole", "of_interrupted"),
     [
-        ("moco_v3", {"workers": 1}, {"workers": 1}),
-        ("nnclr", {"workers": 1}, {"workers": 1}),
+        pytest.param("moco_v3", {"workers": 1}, {"workers": 1}, marks=pytest.mark.drill),
+        pytest.param("nnclr", {"workers": 1}, {"workers": 1}, marks=pytest.mark.drill),
         ("sogclr", {"bank.location": "worker"}, {"bank.max_staleness": 0, "bank.shards": 2}),
     ],
 )
@@ -174,6 +175,9 @@ def test_a_run_that_loses_a_worker_equals_an_uninterrupted_run(
     arguments = {"channels": 1, "die_at": 8, "marker": str(marker)}
     trained(run_of(method, **{"encoder.kwargs": arguments}, **of_interrupted), data, tmp_path / "run")
     assert int(marker.read_text()) == result.steps - 5
+    [failure] = read_result(Place(str(tmp_path / "run")))["failures"]
+    # It died in step 8, after the checkpoint of step 5. A worker reports its steps a few times a second.
+    assert (failure["step"], failure["repeated_steps"] <= 2, failure["lost_seconds"] > 0) == (5, True, True)
     assert_equal_runs(tmp_path / "whole", tmp_path / "run")
     assert all(name.startswith("layers.") for name in weights_of(tmp_path / "run"))
     assert result.final["knn_top1"] > 0.2

@@ -135,6 +135,7 @@ def test_a_run_writes_all_documented_files(finished: Finished) -> None:
     assert result["steps"] == finished.result.steps
     assert result["samples_per_second"] > 0
     assert 0 < result["final"]["knn_top1"] <= 1
+    assert 0 < result["goodput"] < 1 and not result["failures"]
     assert finished.result.invalid_rows == {"not an image": NUM_INVALID}
 
 
@@ -184,6 +185,8 @@ def test_the_metrics_of_a_run_match_the_documentation(finished: Finished) -> Non
         "key_encoders",
         "miner_restarts",
         "mined_random_fraction",
+        "lost_seconds",
+        "repeated_steps",
     }
     assert documented_metrics() - written == of_others | {"negatives_age_mean", "negatives_age_max"}
 
