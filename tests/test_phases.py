@@ -3,14 +3,18 @@
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from raycl.config.schema import CheckpointConfig
 from raycl.distributed.step_timer import PAUSED, REST, StepTimer, counted, phase
 from raycl.recipes import recipe
 from raycl.records import failures, read_metrics, wall_seconds
 from raycl.storage import Place
+from raycl.training.checkpoint import Checkpointer
+from raycl.training.driver import _failure as lose_group
 from raycl.training.job import Failure
 from raycl.training.metrics_logger import Clock, MetricsLogger
 from raycl.training.stages import Position
@@ -183,6 +187,38 @@ def test_goodput_counts_no_step_of_a_lost_group(manual_clock: ManualClock, tmp_p
     logger = group(Position(step=10, seconds=50.0))
     logger.flush()
     assert [line["text"] for line in failures(output)] == [text]
+
+
+def test_a_group_lost_before_its_first_step_adds_to_the_failure_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def job(failure: Failure | None, **progress: float) -> Any:
+        progress_of = SimpleNamespace(remote=lambda: progress)
+        return SimpleNamespace(
+            coordinator=SimpleNamespace(progress=progress_of), began=100.0, failure=failure
+        )
+
+    monkeypatch.setattr("raycl.training.driver.ray", SimpleNamespace(get=lambda value, timeout: value))
+    at_once = lose_group(job(None), "no node")
+    assert at_once == Failure(text="no node", step=0, seconds=0.0, time=100.0)
+    first = lose_group(job(at_once, step=16, seconds=80.0, time=190.0), "worker 1 died")
+    assert first == Failure(text="worker 1 died", step=16, seconds=80.0, time=190.0)
+    again = lose_group(job(first, step=16, seconds=80.0, time=190.0), "no node")
+    assert again == Failure(text="worker 1 died; no node", step=16, seconds=80.0, time=190.0)
+
+
+@pytest.mark.parametrize(
+    ("cost", "configured", "expected"),
+    [(0.02, None, 10.0), (0.4, None, 40.0), (5.0, None, 300.0), (5.0, 60.0, 60.0)],
+)
+def test_checkpoints_take_at_most_1_percent_of_the_time(
+    cost: float, configured: float | None, expected: float
+) -> None:
+    settings = SimpleNamespace(config=SimpleNamespace(checkpoints=CheckpointConfig(interval_s=configured)))
+    given: Any = (settings, None, None, None, Position())
+    checkpointer = Checkpointer(*given)
+    checkpointer._cost_s = cost
+    assert checkpointer._interval_s() == pytest.approx(expected)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -23,7 +23,7 @@ from raycl.config import RunConfig
 from raycl.data.split import make_split
 from raycl.embedding_snapshot import FIRST, LATEST, read_probe_set, read_snapshot
 from raycl.errors import ConfigError, DataError, NonFiniteLossError, RunError, StorageError
-from raycl.records import CHECKPOINT_LIST, read_metrics, read_result
+from raycl.records import CHECKPOINT_LIST, read_metrics, read_result, wall_seconds
 from raycl.report.writer import write_report
 from raycl.storage import Place
 from tests.conftest import BUCKET
@@ -375,7 +375,10 @@ def test_a_run_that_stopped_within_an_epoch_resumes_from_there(finished: Finishe
         return [line["loss"] for line in read_metrics(Place(str(output))) if "loss" in line]
 
     run(7, tmp_path / "parts")
+    took = wall_seconds(Place(str(tmp_path / "parts")))
     parts = run(12, tmp_path / "parts", resume=True)
+    walls = [line["wall_seconds"] for line in read_metrics(Place(str(tmp_path / "parts"))) if "loss" in line]
+    assert 0 < walls[6] <= took < walls[7]  # the time of the first seven steps counts, the time between not
     assert parts == run(12, tmp_path / "whole")
     whole, resumed = weights_of(tmp_path / "whole"), weights_of(tmp_path / "parts")
     assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
