@@ -19,6 +19,7 @@ from raycl.data.in_memory import InMemoryDataset
 from raycl.data.sampler import BatchShard, InMemorySampler, class_batches, grouped
 from raycl.data.sources import Source
 from raycl.data.streaming import StreamingSampler
+from raycl.data.windows import Piece, RowRange
 from raycl.errors import ConfigError, DataError
 from raycl.recipes import recipe
 from raycl.training.data_module import DataModule
@@ -179,11 +180,17 @@ def streamed(
     label: NDArray[np.int64], *, buffer: int, samples_per_class: int | None
 ) -> tuple[StreamingSampler, list[Any]]:
     stream = stream_of(label, buffer=buffer, samples_per_class=samples_per_class)
-    tables = (
-        pa.table({"sample_id": ids, "label": label[ids]})
-        for ids in np.array_split(np.arange(len(label)), len(label) // 50)
-    )
-    return stream, list(stream._batches(tables, BatchShard(batch_size=BATCH_SIZE), 1))
+    share = BatchShard(batch_size=BATCH_SIZE)
+    cutter, pieces = stream.cutter(share), []
+    blocks = [
+        RowRange(ids, 0, len(ids), 0) for ids in np.array_split(np.arange(len(label)), len(label) // 50)
+    ]
+    for number, window in enumerate(cutter.windows(iter(blocks))):
+        rows = [part.block[part.start : part.stop] for part in window]
+        tables = [pa.table({"sample_id": ids, "label": label[ids]}) for ids in rows]
+        [[table]], num_grouped = cutter.cut(tables, epoch=1, number=number)
+        pieces.append(Piece(table, num_grouped))
+    return stream, list(stream._batches(iter(pieces), share, 1, is_whole=True))
 
 
 def test_a_stream_uses_every_row_once_and_counts_the_rows_in_whole_groups() -> None:
@@ -211,7 +218,7 @@ def test_a_stream_of_balanced_classes_has_almost_only_whole_groups() -> None:
 
 def test_a_stream_without_any_whole_group_is_refused() -> None:
     label = np.repeat(np.arange(10), 200)  # sorted by class: two or three classes in a buffer
-    message = r"data.samples_per_class 3: in epoch 1, no shuffle buffer of worker 0 had 4 classes.*shuffle_buffer_size"
+    message = r"data.samples_per_class 3: in epoch 1, no shuffle buffer had 4 classes.*shuffle_buffer_size"
     with pytest.raises(DataError, match=message):
         streamed(label, buffer=300, samples_per_class=GROUP)
 

@@ -295,7 +295,7 @@ def test_a_data_set_given_twice_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_run_resumes_only_with_the_same_data_sets_in_the_same_order(tmp_path: Path) -> None:
     def described(*rows: int) -> dict[str, Any]:
-        return describe_data(run_of(), [str(each) for each in rows], rows, None, streamed=False)
+        return describe_data([str(each) for each in rows], rows, None, streamed=False)
 
     assert "rows_per_data_set" not in described(700)
     for rows in ((400, 300), (700,)):

@@ -10,6 +10,7 @@ import pytest
 from raycl.data.in_memory import InMemoryDataset, texts_of, tokens_of
 from raycl.data.sampler import BatchShard, InMemorySampler, bucketed
 from raycl.data.streaming import StreamingSampler
+from raycl.data.windows import RowRange
 from raycl.recipes import recipe
 from tests.pairs import clicks, rows_of, small_config
 from tests.texts import invented_texts
@@ -124,14 +125,61 @@ def test_an_empty_epoch_has_no_buckets() -> None:
     assert len(bucketed(nothing, nothing, share=ALONE, num_buckets=3, rng=rng)) == 0
 
 
-def test_a_stream_shuffles_each_window_and_completes_its_last_batch_from_the_next() -> None:
+def stream_of(*, shuffle_buffer_size: int, length_buckets: int = 1) -> StreamingSampler:
     def no_cluster(epoch: int) -> Any:
         raise AssertionError("the tables are given")
 
-    sampler = StreamingSampler(open_epoch=no_cluster, formats={}, seed=3, shuffle_buffer_size=6)
-    tables = [
-        pa.table({"sample_id": ids, "label": ids}) for ids in ([0, 1, 2, 3], [4, 5, 6], [7, 8, 9, 10, 11])
-    ]
-    batches = sampler._batches(iter(tables), BatchShard(batch_size=4), 1)
-    # The first window has the rows 0 to 6, and its last three come first in the second.
-    assert [batch.sample_id.tolist() for batch in batches] == [[2, 1, 4, 0], [5, 6, 3, 11], [9, 7, 10, 8]]
+    return StreamingSampler(
+        open_epoch=no_cluster,
+        formats={},
+        seed=3,
+        shuffle_buffer_size=shuffle_buffer_size,
+        length_buckets=length_buckets,
+    )
+
+
+def cut_stream(
+    sizes: list[int], *, buffer: int, num_workers: int, num_pieces: int = 1
+) -> list[list[list[int]]]:
+    """Return the ids of each worker's batches, [num_workers][num_steps]; blocks have these numbers of rows."""
+    cutter = stream_of(shuffle_buffer_size=buffer).cutter(
+        BatchShard(batch_size=BATCH_SIZE, num_workers=num_workers)
+    )
+    ends = np.cumsum(sizes)
+    blocks = [np.arange(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    ranges = (RowRange(ids, 0, len(ids), len(ids)) for ids in blocks)
+    seen: list[list[list[int]]] = [[] for _ in range(num_workers)]
+    for number, window in enumerate(cutter.windows(ranges)):
+        ids = [part.block[part.start : part.stop] for part in window]
+        tables = [pa.table({"sample_id": each, "label": each}) for each in ids]
+        pieces, _ = cutter.cut(tables, epoch=1, number=number, num_pieces=num_pieces)
+        for piece in pieces:
+            for rank, rows in enumerate(piece):
+                seen[rank] += np.reshape(rows["sample_id"], (-1, BATCH_SIZE // num_workers)).tolist()
+    return seen
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 4])
+def test_streamed_batches_do_not_depend_on_workers_blocks_and_pieces(num_workers: int) -> None:
+    [whole] = cut_stream([203], buffer=40, num_workers=1)
+    assert len(whole) == 203 // BATCH_SIZE
+    for sizes in ([203], [1] * 203, [100, 0, 7, 96]):
+        parts = zip(*cut_stream(sizes, buffer=40, num_workers=num_workers, num_pieces=2), strict=True)
+        assert [[row for part in each for row in part] for each in parts] == whole
+
+
+def test_a_stream_shuffles_windows_of_whole_batches_and_uses_every_row_once() -> None:
+    [batches] = cut_stream([60, 60, 83], buffer=40, num_workers=1)
+    for number, start in enumerate(range(0, 203, 36)):  # 40 rows are three batches
+        window = [row for batch in batches[3 * number : 3 * number + 3] for row in batch]
+        whole = range(start, min(start + 36, 203 // BATCH_SIZE * BATCH_SIZE))
+        assert len(set(window)) == len(window) == len(whole)
+        assert set(window) <= set(range(start, min(start + 36, 203)))
+        assert window != sorted(window)
+    # By hand: numpy's permutation of the window's 36 rows, seeded by seed, epoch and number of the window.
+    assert batches[3] == (36 + np.random.default_rng((3, 1, 1)).permutation(36))[:BATCH_SIZE].tolist()
+
+
+def test_a_buffer_smaller_than_a_batch_is_one_batch() -> None:
+    [batches] = cut_stream([30], buffer=5, num_workers=1)
+    assert [sorted(batch) for batch in batches] == [list(range(12)), list(range(12, 24))]

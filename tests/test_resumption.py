@@ -28,7 +28,7 @@ def output(tmp_path: Path) -> str:
 
 
 def described(**changes: Any) -> dict[str, Any]:
-    return {"data": "images", "num_rows": 700, "streamed": True, "workers": [2, 4], **changes}
+    return {"data": "images", "num_rows": 700, "streamed": True, **changes}
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,6 @@ def test_stages_may_be_added_but_not_removed(output: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"workers": [2, 2]}, "began with 2, 4 by stage, got 2;"),
-        ({"workers": [4, 4, 4]}, "began with 2, 4 by stage, got 4;"),
         ({"num_rows": 600}, r"the run began with 700 rows .*--resume got 600 \(images\)"),
         ({"streamed": False}, "were streamed and would be held in memory on this cluster"),
     ],
@@ -123,12 +121,17 @@ def test_rows_in_another_order_are_refused(tmp_path: Path, changes: dict[str, An
         check_same_data(Place(str(tmp_path)), described(**changes))
 
 
-@pytest.mark.parametrize("changes", [{}, {"workers": [2, 4, 8]}, {"data": "a nearer bucket"}])
+@pytest.mark.parametrize("changes", [{}, {"data": "a nearer bucket"}])
 def test_rows_in_the_same_order_are_accepted(tmp_path: Path, changes: dict[str, Any]) -> None:
     (tmp_path / "data.json").write_text(json.dumps(described()))
     check_same_data(Place(str(tmp_path)), described(**changes))
 
 
-def test_materialized_rows_have_one_order_for_any_number_of_workers(tmp_path: Path) -> None:
-    (tmp_path / "data.json").write_text(json.dumps(described(streamed=False)))
-    check_same_data(Place(str(tmp_path)), described(streamed=False, workers=[1, 1]))
+def test_a_stream_of_an_earlier_version_is_refused_since_its_order_was_another(tmp_path: Path) -> None:
+    (tmp_path / "data.json").write_text(json.dumps(described(workers=[2, 4])))
+    with pytest.raises(
+        ConfigError, match="began with an earlier version of raycl, which streamed .* another order"
+    ):
+        check_same_data(Place(str(tmp_path)), described())
+    (tmp_path / "data.json").write_text(json.dumps(described(streamed=False, workers=[2, 4])))
+    check_same_data(Place(str(tmp_path)), described(streamed=False))

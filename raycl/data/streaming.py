@@ -7,30 +7,28 @@ from itertools import islice
 from typing import final
 
 import numpy as np
-import pyarrow as pa
 import ray
-from numpy.typing import NDArray
 
 from raycl.data.codecs import Formats
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import Decoder, decode_dataset, decode_source
-from raycl.data.epoch_splits import EpochSplits, OpenEpoch
 from raycl.data.in_memory import Batch, InMemoryDataset
-from raycl.data.sampler import BatchShard, bucketed, grouped
+from raycl.data.sampler import BatchShard
 from raycl.data.sources import Source
+from raycl.data.windows import OpenEpoch, Piece, StreamReader, WindowCutter
 from raycl.errors import DataError
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class StreamingSampler:
-    """Batches of a dataset that is read in every epoch; the order depends on the number of workers.
+    """Batches of a dataset that is read in every epoch, in a global order seeded by (seed, epoch).
 
-    Fragments are read in an order seeded by (seed, epoch), and rows are shuffled in a buffer of
-    ``shuffle_buffer_size`` rows. Ray Data splits the rows equally among workers, so that all workers
-    make the same number of steps. With several ``length_buckets``, texts of similar length form a
-    batch, within the shuffle buffer; see :func:`bucketed`. With ``samples_per_class``, each worker forms
-    as many batches of whole groups as its shuffle buffer allows; see :func:`grouped`.
+    Fragments are read in a seeded order, and rows are shuffled in windows of ``shuffle_buffer_size`` rows, rounded
+    down to whole global batches. The rows of the global batch of each step do not depend on the number of workers.
+    The incomplete last batch of an epoch is dropped. With several ``length_buckets``, texts of similar length form
+    a batch, within the window; see :func:`bucketed`. With ``samples_per_class``, as many batches as the window
+    allows have whole groups; see :func:`grouped`.
     """
 
     open_epoch: OpenEpoch
@@ -39,12 +37,12 @@ class StreamingSampler:
     shuffle_buffer_size: int
     length_buckets: int = 1
     samples_per_class: int | None = None
-    _splits: EpochSplits = field(default_factory=EpochSplits, init=False, repr=False, compare=False)
+    _reader: StreamReader = field(default_factory=StreamReader, init=False, repr=False, compare=False)
     _counts: Counter[str] = field(default_factory=Counter, init=False, repr=False, compare=False)
 
     @property
     def grouped_fraction(self) -> float:
-        """The fraction of this worker's rows so far in batches of whole groups of ``samples_per_class``."""
+        """The fraction of all workers' rows so far in batches of whole groups of ``samples_per_class``."""
         return self._counts["grouped"] / max(1, self._counts["rows"])
 
     def epoch_batches(
@@ -58,58 +56,51 @@ class StreamingSampler:
     ) -> Iterator[Batch]:
         """Yield this worker's batches of one epoch from step ``start`` on; collective.
 
-        ``has_next``: the next epoch will follow with the same share, so its rows are prefetched while the
-        last rows of this epoch are used. ``continues``: the previous epoch was used to its end. All workers
-        must pass equal values.
+        ``has_next``: the next epoch will follow with the same share, so its rows are read while the last rows of
+        this epoch are used. ``continues``: the previous epoch was used to its end. All workers must pass equal
+        values. Raises ``DataError`` if no batch of a whole epoch has whole groups of ``samples_per_class``.
         """
-        tables = self._splits.tables(
-            self.open_epoch, share, epoch=epoch, continues=continues, has_next=has_next
+        cutter = self.cutter(share)
+        first, skipped = divmod(start, cutter.num_batches)
+        pieces = self._reader.pieces(
+            self.open_epoch,
+            cutter,
+            rank=share.rank,
+            epoch=epoch,
+            first=first,
+            continues=continues,
+            has_next=has_next,
         )
-        yield from islice(self._batches(tables, share, epoch), start, None)
+        yield from islice(self._batches(pieces, share, epoch, is_whole=first == 0), skipped, None)
 
-    def _batches(self, tables: Iterator[pa.Table], share: BatchShard, epoch: int) -> Iterator[Batch]:
-        """Yield complete batches of shuffled windows; a remainder is completed by the next window."""
-        size = share.local_batch_size
-        rest: list[pa.Table] = []
-        num_grouped = 0
-        windows = _windows(tables, max(self.shuffle_buffer_size // share.num_workers, size))
-        for number, window in enumerate(windows):
-            num_rest = sum(table.num_rows for table in rest)
-            rows = InMemoryDataset([*rest, *window], self.formats)
-            rng = np.random.default_rng((self.seed, epoch, share.rank, number))
-            shuffled = num_rest + rng.permutation(len(rows) - num_rest)
-            order = np.concatenate([np.arange(num_rest), shuffled])
-            complete = len(order) // size * size
-            first = min(size, complete) if num_rest else 0
-            if self.length_buckets > 1:
-                order[first:complete] = self._bucketed(order[first:complete], rows, size, (epoch, number))
-            if self.samples_per_class is not None:
-                groups = self.samples_per_class
-                order, num_rows = grouped(
-                    order, rows.label, batch_size=size, samples_per_class=groups, rng=rng
-                )
-                num_grouped += num_rows
-                self._counts.update(grouped=num_rows, rows=complete)
-            for begin in range(0, complete, size):
-                yield rows.take(order[begin : begin + size], epoch=epoch)
-            rest = (
-                [pa.Table.from_batches([rows.arrow_rows(order[complete:])])] if complete < len(order) else []
-            )
-        if self.samples_per_class is not None and not num_grouped:
+    def cutter(self, share: BatchShard) -> WindowCutter:
+        """Return what shuffles and cuts each window for this number of workers."""
+        return WindowCutter(
+            formats=self.formats,
+            seed=self.seed,
+            shuffle_buffer_size=self.shuffle_buffer_size,
+            batch_size=share.batch_size,
+            num_workers=share.num_workers,
+            length_buckets=self.length_buckets,
+            samples_per_class=self.samples_per_class,
+        )
+
+    def _batches(
+        self, pieces: Iterator[Piece], share: BatchShard, epoch: int, *, is_whole: bool
+    ) -> Iterator[Batch]:
+        size, num_grouped = share.local_batch_size, 0
+        for piece in pieces:
+            rows = InMemoryDataset([piece.rows], self.formats)
+            num_grouped += piece.num_grouped
+            self._counts.update(grouped=piece.num_grouped, rows=len(rows) * share.num_workers)
+            for begin in range(0, len(rows), size):
+                yield rows.take(np.arange(begin, begin + size), epoch=epoch)
+        if self.samples_per_class is not None and is_whole and not num_grouped:
             raise DataError(
-                f"data.samples_per_class {self.samples_per_class}: in epoch {epoch}, no shuffle buffer of worker "
-                f"{share.rank} had {size // self.samples_per_class} classes with as many samples; raise "
+                f"data.samples_per_class {self.samples_per_class}: in epoch {epoch}, no shuffle buffer had "
+                f"{share.batch_size // self.samples_per_class} classes with as many samples; raise "
                 "data.shuffle_buffer_size, lower it, or set data.cache=materialize"
             )
-
-    def _bucketed(
-        self, order: NDArray[np.int64], rows: InMemoryDataset, size: int, window: tuple[int, int]
-    ) -> NDArray[np.int64]:
-        # The same seed on all workers: if their windows have equally many batches, the batches of a step
-        # have similar lengths.
-        rng = np.random.default_rng((self.seed, *window))
-        own = BatchShard(batch_size=size)
-        return bucketed(order, rows.num_tokens(), share=own, num_buckets=self.length_buckets, rng=rng)
 
 
 def stream_source(
@@ -142,17 +133,3 @@ def stream_dataset(
         return decode_dataset(shuffled, columns, decoder, classes=classes)
 
     return open_epoch
-
-
-def _windows(tables: Iterator[pa.Table], min_rows: int) -> Iterator[list[pa.Table]]:
-    """Yield successive tables of at least ``min_rows`` rows together; the last window may have fewer."""
-    window: list[pa.Table] = []
-    num_rows = 0
-    for table in tables:
-        window.append(table)
-        num_rows += table.num_rows
-        if num_rows >= min_rows:
-            yield window
-            window, num_rows = [], 0
-    if num_rows:
-        yield window

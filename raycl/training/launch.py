@@ -150,7 +150,6 @@ def train_validated(
         data = DataModule(config, coordinator, run.sources or datasets)
         _report_skipped(data, run, report)
         described = describe_data(
-            config,
             [source.uri for source in run.sources],
             [each.num_rows for each in data.data_sets],
             data.classes,

@@ -295,29 +295,26 @@ def check_same_data(output: Place, now: dict[str, Any]) -> None:
             f"the data were {_kept(before)} and would be {_kept(now)} on this cluster, in another order; "
             "set data.cache to materialize or stream, as at first, or give another --output"
         )
-    began = before["workers"]
-    if now["streamed"] and began != now["workers"][: len(began)]:
+    if now["streamed"] and "workers" in before:
         raise ConfigError(
-            f"a streamed epoch depends on the number of workers: the run began with {_listed(began)}, got "
-            f"{_listed(now['workers'])}; repeat them, or give another --output"
+            "the run began with an earlier version of raycl, which streamed the rows in another order; "
+            "give another --output"
         )
 
 
 def describe_data(
-    config: RunConfig, data: Sequence[str], rows: Sequence[int], classes: Any, *, streamed: bool
+    data: Sequence[str], rows: Sequence[int], classes: Any, *, streamed: bool
 ) -> dict[str, Any]:
     """Return the content of ``data.json``, which a resumed run is compared with.
 
     ``rows`` are the numbers of rows of each data set, and ``data`` their addresses, if they have any.
     """
-    ranges = [config.worker_range(stage) for stage in config.stages]
     return {
         "data": None if not data else data[0] if len(data) == 1 else list(data),
         "num_rows": sum(rows),
         **({"rows_per_data_set": list(rows)} if len(rows) > 1 else {}),
         "streamed": streamed,
         "classes": classes,
-        "workers": [most if least == most else f"{least}:{most}" for least, most in ranges],
     }
 
 
@@ -336,11 +333,6 @@ def save_run_files(
 def _described(rows: Sequence[int] | None) -> str:
     """Describe the data sets of a run by their numbers of rows; None stands for a single one."""
     return "one data set" if rows is None else f"data sets of {', '.join(map(str, rows))} rows"
-
-
-def _listed(workers: list[int | str]) -> str:
-    """Return the workers of all stages, or a single number where all have the same."""
-    return str(workers[0]) if len(set(workers)) == 1 else f"{', '.join(map(str, workers))} by stage"
 
 
 def _kept(described: dict[str, Any]) -> str:

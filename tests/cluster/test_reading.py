@@ -1,4 +1,4 @@
-"""Reading with Ray Data: invalid images are counted by cause, and streams are split evenly."""
+"""Reading with Ray Data: invalid images are counted by cause, and a stream has the same batches for any workers."""
 
 import threading
 import time
@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -227,9 +229,10 @@ def test_a_streamed_epoch_has_every_row_once_in_full_batches_and_in_a_new_order(
     assert len(seen) == len(set(seen)) == 200
 
 
-def test_a_stream_resumed_in_an_epoch_has_the_same_batches(stream: StreamingSampler) -> None:
+@pytest.mark.parametrize("start", [4, 6, 10])  # windows have three batches
+def test_a_stream_resumed_in_an_epoch_has_the_same_batches(stream: StreamingSampler, start: int) -> None:
     share = BatchShard(batch_size=20)
-    assert ids_of(stream, share, 1, start=4) == ids_of(stream, share, 1)[4:]
+    assert ids_of(stream, share, 1, start=start) == ids_of(stream, share, 1)[start:]
 
 
 def test_a_stream_of_texts_batches_similar_lengths_together(tmp_path: Path) -> None:
@@ -281,49 +284,108 @@ def test_an_invalid_weight_of_a_dataset_is_refused_before_it_is_decoded(coordina
 
 
 @pytest.fixture
-def split_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace Ray Train's workers by threads: the first passes every object to the second."""
-    box: list[Any] = []
-    here = threading.Barrier(2)
-
-    def broadcast(parts: Any) -> Any:
-        if parts is not None:
-            box.append(parts)
-        here.wait(60)
-        given = box[-1]
-        here.wait(60)
-        return given
-
-    monkeypatch.setattr("raycl.data.epoch_splits.broadcast_from_rank_zero", broadcast)
+def workers_as_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace Ray Train's workers by threads: the first passes every object to the others."""
+    monkeypatch.setattr("raycl.data.windows.broadcast_from_rank_zero", lambda given: local.broadcast(given))
 
 
-def by_two_workers(
-    stream: StreamingSampler, work: Callable[[StreamingSampler, BatchShard], list[list[int]]]
+class Group(threading.local):
+    """The workers of a thread's group."""
+
+    box: list[Any]
+    here: threading.Barrier
+
+    def broadcast(self, given: Any) -> Any:
+        if given is not None:
+            self.box.append(given)
+        self.here.wait(60)
+        received = self.box[-1]
+        self.here.wait(60)
+        return received
+
+
+local = Group()
+
+
+def by_workers(
+    num_workers: int,
+    stream: StreamingSampler,
+    work: Callable[[StreamingSampler, BatchShard], list[list[int]]],
+    batch_size: int = 20,
 ) -> list[list[list[int]]]:
-    shares = [BatchShard(batch_size=20, rank=rank, num_workers=2) for rank in (0, 1)]
-    with ThreadPoolExecutor(2) as threads:
-        return list(threads.map(work, [replace(stream), replace(stream)], shares, timeout=120))
+    """Return the results of several workers with one stream each."""
+    box, here = list[Any](), threading.Barrier(num_workers)
+
+    def run(each: StreamingSampler, rank: int) -> list[list[int]]:
+        local.box, local.here = box, here
+        return work(each, BatchShard(batch_size=batch_size, rank=rank, num_workers=num_workers))
+
+    with ThreadPoolExecutor(num_workers) as threads:
+        streams = [replace(stream) for _ in range(num_workers)]
+        return list(threads.map(run, streams, range(num_workers), timeout=120))
 
 
-def test_two_workers_share_a_streamed_epoch_evenly(stream: StreamingSampler, split_by_threads: None) -> None:
-    results = by_two_workers(stream, lambda each, share: ids_of(each, share, 0))
-    assert len(results[0]) == len(results[1]) == 10
-    seen = [row_id for batches in results for batch in batches for row_id in batch]
-    assert len(set(seen)) == len(seen) == 200
+def joined(results: list[list[list[int]]]) -> list[list[int]]:
+    """Return the global batch of each step."""
+    return [[row for part in parts for row in part] for parts in zip(*results, strict=True)]
 
 
-def test_two_workers_make_equally_many_steps_whatever_their_classes(
-    stream: StreamingSampler, split_by_threads: None
+@pytest.mark.parametrize(("num_workers", "start"), [(2, 0), (4, 5)])
+def test_workers_share_the_same_batches_of_a_streamed_epoch(
+    stream: StreamingSampler, workers_as_threads: None, num_workers: int, start: int
+) -> None:
+    alone = ids_of(replace(stream), BatchShard(batch_size=20), 0)
+    results = by_workers(num_workers, stream, lambda each, share: ids_of(each, share, 0, start))
+    assert joined(results) == alone[start:]
+
+
+def steps(
+    stream: StreamingSampler, share: BatchShard, *, epoch: int, start: int, stop: int
+) -> list[list[int]]:
+    """Return the batches of these steps of an epoch, which then ends early."""
+    batches = stream.epoch_batches(share, epoch=epoch, start=start, has_next=True)
+    return [batch.sample_id.tolist() for batch in islice(batches, stop - start)]
+
+
+@pytest.mark.drill
+def test_twenty_changes_of_workers_lose_no_row_and_repeat_none(
+    stream: StreamingSampler, workers_as_threads: None
+) -> None:
+    rng, batch_size = np.random.default_rng(0), 12
+    num_steps = 201 // batch_size
+    alone = [ids_of(replace(stream), BatchShard(batch_size=batch_size), epoch) for epoch in range(5)]
+    changes, workers = 0, [1, 2, 3, 4]
+    for epoch in range(5):
+        seen: list[list[int]] = []
+        stops = sorted(rng.choice(np.arange(1, num_steps), 4, replace=False).tolist())
+        for stop in [*stops, num_steps]:
+            num_workers, start = int(rng.choice(workers)), len(seen)
+
+            seen += joined(
+                by_workers(
+                    num_workers, stream, partial(steps, epoch=epoch, start=start, stop=stop), batch_size
+                )
+            )
+            workers = [number for number in (1, 2, 3, 4) if number != num_workers]
+            changes += 1
+        assert seen == alone[epoch]
+        assert len({row for batch in seen for row in batch}) == num_steps * batch_size
+    assert changes == 25
+
+
+def test_two_workers_have_whole_groups_in_the_same_steps(
+    stream: StreamingSampler, workers_as_threads: None
 ) -> None:
     def whole_groups(each: StreamingSampler, share: BatchShard) -> list[list[int]]:
         labels = [batch.label for batch in each.epoch_batches(share, epoch=0)]
         return [sorted(Counter(label.tolist()).values()) for label in labels]
 
-    # Each worker has windows of 50 rows or more, of ten digits.
-    results = by_two_workers(replace(stream, samples_per_class=5, shuffle_buffer_size=100), whole_groups)
+    # Windows have 100 rows of ten digits.
+    results = by_workers(2, replace(stream, samples_per_class=5, shuffle_buffer_size=100), whole_groups)
     assert len(results[0]) == len(results[1]) == 10
-    for batches in results:
-        assert 5 <= batches.count([5, 5]) < 10
+    for batches in zip(*results, strict=True):
+        assert batches.count([5, 5]) != 1
+    assert 5 <= results[0].count([5, 5]) < 10
 
 
 def several(stream: StreamingSampler, share: BatchShard, epochs: Sequence[int]) -> list[list[int]]:
@@ -337,67 +399,63 @@ def several(stream: StreamingSampler, share: BatchShard, epochs: Sequence[int]) 
     ]
 
 
-def test_a_prefetched_epoch_has_the_same_batches(stream: StreamingSampler, split_by_threads: None) -> None:
-    one_by_one = [
-        by_two_workers(stream, lambda each, share, e=epoch: ids_of(each, share, e)) for epoch in range(3)
-    ]
-    together = by_two_workers(stream, lambda each, share: several(each, share, range(3)))
-    for rank in (0, 1):
-        assert together[rank] == [batch for epoch in one_by_one for batch in epoch[rank]]
+def test_an_epoch_read_ahead_has_the_same_batches(stream: StreamingSampler, workers_as_threads: None) -> None:
+    one_by_one = [batch for epoch in range(3) for batch in ids_of(stream, BatchShard(batch_size=20), epoch)]
+    assert joined(by_workers(2, stream, lambda each, share: several(each, share, range(3)))) == one_by_one
 
 
-def test_the_next_epoch_is_read_during_the_current_one(stream: StreamingSampler) -> None:
+def test_the_next_epoch_is_read_during_the_current_one(stream: StreamingSampler, tmp_path: Path) -> None:
     opened: list[int] = []
 
     def open_epoch(epoch: int) -> ray.data.Dataset:
+        def note(rows: pa.Table) -> pa.Table:
+            (tmp_path / f"epoch-{epoch}").touch()
+            return rows
+
         opened.append(epoch)
-        return stream.open_epoch(epoch)
+        return stream.open_epoch(epoch).map_batches(note, batch_format="pyarrow")
 
     mine, share = replace(stream, open_epoch=open_epoch), BatchShard(batch_size=20)
     batches = mine.epoch_batches(share, epoch=0, has_next=True)
-    next(batches)
+    first = [next(batches).sample_id.tolist() for _ in range(9)]
     assert opened == [0, 1]
-    following = prefetched_epoch(mine)
-    assert len(list(batches)) == 9
+    until = time.monotonic() + 60
+    while not (tmp_path / "epoch-1").exists():
+        assert time.monotonic() < until, "nothing of the next epoch was read"
+        time.sleep(0.1)
+    assert [*first, *(batch.sample_id.tolist() for batch in batches)] == ids_of(replace(stream), share, 0)
     rest = [batch.sample_id.tolist() for batch in mine.epoch_batches(share, epoch=1, continues=True)]
     assert opened == [0, 1]
-    assert rest == ids_of(stream, share, 1)
-    assert next(following.tables, None) is None  # the prefetched batches
+    assert rest == ids_of(replace(stream), share, 1)
 
 
-@pytest.mark.parametrize("epoch", [1, 4])
-def test_an_unneeded_prefetched_epoch_is_stopped(stream: StreamingSampler, epoch: int) -> None:
+@pytest.mark.parametrize("epoch", [0, 1, 4])
+def test_an_epoch_that_is_not_used_to_its_end_is_stopped(stream: StreamingSampler, epoch: int) -> None:
     mine, share = replace(stream), BatchShard(batch_size=20)
     batches = mine.epoch_batches(share, epoch=0, has_next=True)
     next(batches)
-    stopped = prefetched_epoch(mine).tables._stopped
+    last = mine._reader._actor
     del batches
-    # The previous epoch was left halfway, so some workers may not have started the next one.
-    assert ids_of(mine, share, epoch) == ids_of(stream, share, epoch)
-    assert stopped.wait(10)
+    assert ids_of(mine, share, epoch) == ids_of(replace(stream), share, epoch)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(last.window.remote(0, 0, 0), timeout=30)
 
 
-def test_splitting_an_epoch_again_stops_the_previous_actor(stream: StreamingSampler) -> None:
-    mine, share = replace(stream), BatchShard(batch_size=20)
-    first: list[Any] = []
-    for _ in range(3):
-        next(mine.epoch_batches(share, epoch=0, has_next=True))
-        first.append(mine._splits._actors[0])
-    assert len({actor._actor_id for actor in first}) == 3
-    for actor in first[:2]:
-        with pytest.raises(ray.exceptions.RayActorError):
-            ray.get(actor.stats.remote(), timeout=30)
+def test_an_error_of_the_reader_reaches_every_worker(
+    stream: StreamingSampler, workers_as_threads: None
+) -> None:
+    def broken(rows: pa.Table) -> pa.Table:
+        raise ValueError("a block is broken")
 
+    def open_epoch(epoch: int) -> ray.data.Dataset:
+        return stream.open_epoch(epoch).map_batches(broken, batch_format="pyarrow")
 
-def prefetched_epoch(stream: StreamingSampler) -> Any:
-    """Wait until the next epoch has started; return its stream."""
-    until = time.monotonic() + 60
-    last = stream._splits._last
-    assert last is not None
-    while (following := last[2].upcoming.following) is None or following.tables._ready.empty():
-        assert time.monotonic() < until, "nothing of the next epoch was read"
-        time.sleep(0.1)
-    return following
+    def refused(each: StreamingSampler, share: BatchShard) -> list[list[int]]:
+        with pytest.raises(Exception, match="a block is broken"):
+            ids_of(each, share, 0)
+        return [[1]]
+
+    assert by_workers(2, replace(stream, open_epoch=open_epoch), refused) == [[[1]], [[1]]]
 
 
 def test_the_doctor_checks_machine_cluster_and_data(mixed: Path) -> None:

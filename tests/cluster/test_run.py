@@ -67,7 +67,7 @@ class Seen:
     """The actors of one run, by class, and the libraries of its controller."""
 
     started: set[str] = field(default_factory=set)
-    splits: list[set[str]] = field(default_factory=list)  # the living split coordinators at each look
+    readers: list[set[str]] = field(default_factory=list)  # the living readers of streams at each look
     controller_loaded: set[str] = field(default_factory=set)
 
 
@@ -81,7 +81,7 @@ def watch() -> Iterator[Seen]:
             new = {id_: facts for id_, facts in ray_state.actors().items() if id_ not in before}
             seen.started.update(facts["ActorClassName"] for facts in new.values())
             alive = [(id_, facts) for id_, facts in new.items() if facts["State"] == "ALIVE"]
-            seen.splits.append({id_ for id_, facts in alive if facts["ActorClassName"] == "SplitCoordinator"})
+            seen.readers.append({id_ for id_, facts in alive if facts["ActorClassName"] == "_Windows"})
             for _, facts in alive:
                 if facts["ActorClassName"] == "TrainController":
                     seen.controller_loaded |= libraries_of(facts["Pid"])
@@ -476,46 +476,35 @@ def test_a_streamed_run_takes_as_many_steps_as_its_valid_rows_fill(streamed: Fin
     assert "knn_top1" in streamed.result.final
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        (STREAMED | {"workers": 1}, "began with 2, got 1"),
-        (
-            {"data.cache": "materialize", "stages.0.batch_size": 70},
-            "were streamed and would be held in memory",
-        ),
-    ],
-)
-def test_a_streamed_run_resumes_with_its_original_settings(
-    streamed: Finished, settings: dict[str, Any], says: str
-) -> None:
-    config = small_run(**settings)
-    with pytest.raises(ConfigError, match=says):
+def test_a_streamed_run_is_not_resumed_in_memory(streamed: Finished) -> None:
+    config = small_run(**{"data.cache": "materialize", "stages.0.batch_size": 70})
+    with pytest.raises(ConfigError, match="were streamed and would be held in memory"):
         raycl.train(config, data=str(streamed.data), output=str(streamed.output), resume=True, quiet=True)
 
 
-def assert_no_split_is_left(seen: Seen, num_epochs: int) -> None:
-    # For the current and the next epoch, and briefly for the previous one.
-    assert 1 <= max(map(len, seen.splits)) <= 3
-    assert len(set().union(*seen.splits)) == num_epochs  # and none for an epoch without a reader
-
-
-def test_a_streamed_epoch_leaves_no_process_behind(streamed: Finished) -> None:
-    assert_no_split_is_left(streamed.seen, 2)
+def test_one_process_reads_all_epochs_of_a_stream(streamed: Finished) -> None:
+    assert len(set().union(*streamed.seen.readers)) == 1
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize(
-    ("length", "num_epochs"),
-    [({"stages.0.epochs": 5}, 5), ({"stages.0.epochs": None, "stages.0.steps": 25}, 3)],
-)
-def test_no_later_streamed_epoch_leaves_a_process_behind(
-    length: dict[str, Any], num_epochs: int, data: Path, tmp_path: Path
-) -> None:
-    config = small_run(**STREAMED | length | {"evaluation.every_epochs": 0})
-    with watch() as seen:
-        raycl.train(config, data=str(data), output=str(tmp_path / "run"), quiet=True)
-    assert_no_split_is_left(seen, num_epochs)
+def test_a_streamed_run_changes_its_workers_within_an_epoch(data: Path, tmp_path: Path) -> None:
+    kwargs = {"channels": 1, "dropout": 0.0}  # each worker drops others
+    dies = {"encoder.kwargs": {**kwargs, "die_at": 11, "marker": str(tmp_path / "died")}}
+
+    def losses(output: str, **settings: Any) -> dict[int, float]:
+        config = small_run(**(STREAMED | {"encoder.kwargs": kwargs} | settings))
+        is_resumed = (tmp_path / output).exists()
+        raycl.train(config, data=str(data), output=str(tmp_path / output), resume=is_resumed, quiet=True)
+        lines = read_metrics(Place(str(tmp_path / output)))
+        return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+    undisturbed = losses("undisturbed")
+    with pytest.raises(RunError):
+        losses("resized", max_failures=0, **dies)
+    assert losses("resized", workers=1, **dies) == pytest.approx(undisturbed, rel=1e-4)
+    lines = read_metrics(Place(str(tmp_path / "resized")))
+    num_steps = {num: sum(line["workers"] == num for line in lines if "loss" in line) for num in (1, 2)}
+    assert num_steps[2] > 8 > num_steps[1] > 0  # an epoch has eight steps
 
 
 @pytest.mark.drill
