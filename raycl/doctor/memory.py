@@ -19,8 +19,8 @@ from raycl.doctor.memory_profile import MemoryProfile, profile_memory
 from raycl.doctor.nodes import Node, NodeAnswer, NodeInfo, ask_nodes, gpu_memory
 from raycl.doctor.result import CheckResult, failed, passed, passed_if
 from raycl.errors import RayclError, last_line
+from raycl.negatives.placement import nodes_for_a_bank
 from raycl.negatives.spec import BankSpec
-from raycl.negatives.start import nodes_for_a_bank
 from raycl.ray_runtime import object_store_bytes
 from raycl.storage import Place
 from raycl.training.data_module import known_tokenizer

@@ -1,6 +1,7 @@
 """The handle of a bank: snapshots, and questions from any process at any time."""
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, TypeVarTuple, final
 
@@ -10,6 +11,13 @@ from ray import exceptions
 
 from raycl.errors import ConfigError, RunError, first_line
 from raycl.negatives.actor import BankActor, MemoryBankActor, QueueActor
+from raycl.negatives.placement import (
+    ShardAtRisk,
+    draining_nodes,
+    free_memory,
+    reserved_memory,
+    shards_at_risk,
+)
 from raycl.negatives.queue import KeyQueue
 from raycl.negatives.rpc import ShardConnection, actor_facts, ask_all
 from raycl.negatives.search import Neighbors, SampleRows, checked_query, merge
@@ -35,6 +43,7 @@ Answer = TypeVar("Answer")
 _ROWS_PER_CALL, _QUERIES_PER_CALL = ROWS_PER_GROUP, 64
 _CONNECT_TIMEOUT_S = 30.0
 _SLOW_STORAGE = 10e6  # bytes a second
+_POLL_S = 0.05
 
 
 @final
@@ -91,6 +100,31 @@ class Bank:
         The files of earlier steps that a kept snapshot needs stay too.
         """
         prune_snapshots(self.spec, keep_steps)
+
+    def at_risk(self) -> list[ShardAtRisk]:
+        """Return the shards whose node is drained, and so will be removed."""
+        draining = draining_nodes()
+        if not draining:
+            return []
+        facts = [actor_facts(actor) for actor in self.actors]
+        nodes = [fact["Address"]["NodeID"] if fact["State"] == "ALIVE" else "" for fact in facts]
+        return shards_at_risk(nodes, reserved_memory(self.spec), draining, free_memory())
+
+    def move(self, shards: Sequence[int]) -> None:
+        """Restart these shards from the current snapshot; Ray places them on nodes that are not drained.
+
+        Rows written after the snapshot are lost: no client may write between the snapshot and the end of the move.
+        """
+        restarts = [actor_facts(self.actors[shard])["NumRestarts"] for shard in shards]
+        for shard in shards:
+            ray.kill(self.actors[shard], no_restart=False)
+        connections = self.connections(for_storage=True)
+        for shard, before in zip(shards, restarts, strict=True):
+            until = time.monotonic() + connections[shard].timeout_s
+            # Until Ray has noticed its death, the old process may still answer.
+            while actor_facts(self.actors[shard])["NumRestarts"] == before and time.monotonic() < until:
+                time.sleep(_POLL_S)
+            connections[shard].ask(BankActor.info)
 
     def stop(self) -> None:
         """Kill the actors; the snapshots stay."""

@@ -12,14 +12,9 @@ from raycl.errors import ConfigError, RayclError, RunError, first_line
 from raycl.negatives.actor import BankActor, MemoryBankActor, QueueActor
 from raycl.negatives.bank import NAMESPACE, Bank, connect_bank, list_banks
 from raycl.negatives.memory_bank import SampleIndex
+from raycl.negatives.placement import ROLE, ROLES, nodes_for_a_bank, reserved_memory
 from raycl.negatives.snapshot import write_samples
 from raycl.negatives.spec import BankSpec
-
-# Rows, ids and steps, and the memory of a call.
-_MEMORY_MARGIN = 1.15
-
-# Where nodes have roles (see cluster.yaml), a bank belongs on nodes that stay.
-_ROLE, _ROLES = "raycl.io/role", ("memory", "head")
 
 # How long a bank may outlive its driver.
 _EXIT_TIMEOUT_S = 15.0
@@ -58,21 +53,13 @@ def start_bank(spec: BankSpec, sample_id: np.ndarray | None = None, *, cluster_g
     return bank
 
 
-def nodes_for_a_bank() -> list[dict[str, Any]]:
-    """Return the living nodes that are labeled for a bank; all nodes if none has a role."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    if not any(_ROLE in node["Labels"] for node in nodes):
-        return nodes
-    return [node for node in nodes if node["Labels"].get(_ROLE) in _ROLES]
-
-
 def _check_memory(spec: BankSpec) -> None:
     nodes = nodes_for_a_bank()
     if not nodes:
         raise ConfigError(
-            f"nodes are labeled by {_ROLE} and none of them is for a bank; label one as {' or '.join(_ROLES)}"
+            f"nodes are labeled by {ROLE} and none of them is for a bank; label one as {' or '.join(ROLES)}"
         )
-    need = max(_memory_of_shards(spec))
+    need = max(reserved_memory(spec))
     have = max(node["Resources"].get("memory", 0.0) for node in nodes)
     if need > have:
         raise ConfigError(
@@ -104,19 +91,19 @@ def _stop_predecessor(spec: BankSpec) -> None:
 
 def _create_actors(spec: BankSpec) -> list[Any]:
     kind: type[BankActor[Any]] = QueueActor if spec.kind == "queue" else MemoryBankActor
-    has_roles = any(_ROLE in node["Labels"] for node in ray.nodes() if node["Alive"])
+    has_roles = any(ROLE in node["Labels"] for node in ray.nodes() if node["Alive"])
     options: dict[str, Any] = {
         "num_cpus": 0,
         "max_restarts": -1,
         "max_task_retries": 0,
         "namespace": NAMESPACE,
-        "label_selector": {_ROLE: f"in({','.join(_ROLES)})"} if has_roles else {},
+        "label_selector": {ROLE: f"in({','.join(ROLES)})"} if has_roles else {},
     }
     if spec.detached:
         options["lifetime"] = "detached"
     actors: list[Any] = []
     try:
-        for shard, memory in enumerate(_memory_of_shards(spec)):
+        for shard, memory in enumerate(reserved_memory(spec)):
             own = {"name": spec.actor_name(shard), "memory": memory}
             actors.append(ray.remote(kind).options(**options, **own).remote(spec, shard))
     except ValueError as error:
@@ -134,7 +121,7 @@ def _start_error(spec: BankSpec, error: exceptions.RayError) -> RayclError:
     if isinstance(error, exceptions.GetTimeoutError):
         return RunError(
             f"the bank found no place within {spec.timeout_s:g} s: {spec.num_shards} shards need up to "
-            f"{format_bytes(max(_memory_of_shards(spec)))} of memory each, which others use; end them, add a node, or {_remedy(spec)}"
+            f"{format_bytes(max(reserved_memory(spec)))} of memory each, which others use; end them, add a node, or {_remedy(spec)}"
         )
     return RunError(f"the bank did not start: {first_line(error)}; try again with --debug")
 
@@ -143,7 +130,3 @@ def _remedy(spec: BankSpec) -> str:
     return (
         "set bank.dtype=float16, or lower negatives.capacity" if spec.kind == "queue" else "raise bank.shards"
     )
-
-
-def _memory_of_shards(spec: BankSpec) -> list[int]:
-    return [int(_MEMORY_MARGIN * spec.bytes_of(shard)) + 1 for shard in range(spec.num_shards)]

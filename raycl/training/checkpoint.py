@@ -16,6 +16,7 @@ from typing import Any, final
 import ray.train
 import torch
 
+from raycl.display import format_bytes
 from raycl.distributed import all_sum, check_equal, rank
 from raycl.errors import NonFiniteLossError
 from raycl.models.build import complete_spec, encoder_specs
@@ -23,14 +24,17 @@ from raycl.models.encoder_io import load_state, save_encoder
 from raycl.models.registry import KEY
 from raycl.models.specs import TextEncoderSpec
 from raycl.models.towers import Towers
+from raycl.negatives.bank import Bank
+from raycl.negatives.placement import ShardAtRisk, reserved_memory
 from raycl.records import CHECKPOINTS, STATE, backup_manifest
 from raycl.storage import Place
 from raycl.training.collapse_monitor import CollapseMonitor
+from raycl.training.coordinator import add_notice
 from raycl.training.job import Job
 from raycl.training.metrics_logger import MetricsLogger
 from raycl.training.mined import MinedNegatives
 from raycl.training.stages import Position
-from raycl.training.stores import Store
+from raycl.training.stores import Store, wait_for_all
 from raycl.training.train_state import TrainState
 
 SCORE = "score"  # Ray Train keeps the checkpoints with the highest ones
@@ -64,25 +68,29 @@ class Checkpointer:
         monitor: CollapseMonitor,
         logger: MetricsLogger,
         position: Position,
-        mined: MinedNegatives | None = None,
+        mined: MinedNegatives | None,
+        device: torch.device,
     ) -> None:
         """``position`` is the start of the run, or the checkpoint that it resumes from."""
-        self._mined = mined
+        self._mined, self._device = mined, device
         self._job, self._train_state, self._monitor, self._logger = job, train_state, monitor, logger
         self._is_writer = rank() == 0
         self._preempted: frozenset[int] = frozenset()  # ranks whose nodes will be preempted
+        self._at_risk: frozenset[ShardAtRisk] = frozenset()  # shards of the bank whose nodes will be removed
         self.saved_step, self._saved_at = position.step, time.monotonic()
         self._cost_s = 0.0  # of the last checkpoint
 
-    def is_due(self, position: Position, device: torch.device) -> bool:
-        """Whether to save after this step: by step, by time, or before a node is preempted."""
+    def is_due(self, position: Position) -> bool:
+        """Whether to save after this step: by step, by time, or before a node of workers or of the bank is removed."""
         every = self._job.config.checkpoints.every_steps
         is_due_by_step = every is not None and position.step % every == 0
         if position.step % self._job.config.log_every_steps:
             return is_due_by_step
         # Clocks differ between workers: the first one decides.
-        late = time.monotonic() - self._saved_at > self._interval_s()
-        is_late = bool(all_sum(torch.tensor(late and self._is_writer, device=device).long()))
+        late = self._is_writer and (
+            time.monotonic() - self._saved_at > self._interval_s() or self._is_bank_newly_at_risk()
+        )
+        is_late = bool(all_sum(torch.tensor(late, device=self._device).long()))
         return is_due_by_step or is_late or self._is_newly_preempted()
 
     def save(
@@ -127,10 +135,27 @@ class Checkpointer:
         return min(longest, max(shortest, self._cost_s / _MAX_COST)) if configured is None else configured
 
     def _save_bank(self, position: Position, store: Store) -> None:
-        """Write the bank's snapshot before the checkpoint that needs it."""
+        """Write the bank's snapshot before the checkpoint that needs it; move shards whose nodes will be removed."""
         store.save(step=position.step)
-        if self._job.bank is not None and self._is_writer:
-            self._job.bank.prune([position.step, *saved_steps(self._job.output)])
+        bank = self._job.bank
+        if bank is None:
+            return
+        if self._is_writer:
+            self._move_shards(bank)
+            bank.prune([position.step, *saved_steps(self._job.output)])
+        # Rows that reached a shard between its snapshot and its move would be lost.
+        wait_for_all(self._device)
+
+    def _move_shards(self, bank: Bank) -> None:
+        """Move the shards whose nodes will be removed to other nodes with room, after a snapshot; report each."""
+        moving = [each for each in bank.at_risk() if each.has_room]
+        bank.move([each.shard for each in moving])
+        for each in moving:
+            self._notify(bank, each, "moved away from")
+
+    def _notify(self, bank: Bank, risk: ShardAtRisk, text: str) -> None:
+        name, node = bank.spec.actor_name(risk.shard), f"node {risk.node_id[:8]}, which will be removed"
+        add_notice(self._job.coordinator, f"the bank's shard {name!r} {text} {node}")
 
     def _report(
         self, position: Position, store: Store, metrics: Mapping[str, Any], *, evaluated: bool
@@ -172,6 +197,19 @@ class Checkpointer:
         if self._job.is_evaluated:
             return metrics.get(self._job.config.judged_by) if evaluated else None
         return position.seconds
+
+    def _is_bank_newly_at_risk(self) -> bool:
+        """Whether a node with a shard will be removed, and none of the last checkpoints was saved for that."""
+        bank = self._job.bank
+        if bank is None:
+            return False
+        at_risk = frozenset(bank.at_risk())
+        new, self._at_risk = at_risk - self._at_risk, at_risk
+        for each in sorted(new):
+            if not each.has_room:
+                need = format_bytes(reserved_memory(bank.spec)[each.shard])
+                self._notify(bank, each, f"finds no other node with {need} of free memory: add one; it stays on")
+        return bool(new)
 
     def _is_newly_preempted(self) -> bool:
         info = ray.train.get_preemption_info()

@@ -110,7 +110,7 @@ class Trainer:
             job, self._position, num_steps=self._num_steps, on_accelerator=device.type == "cuda"
         )
         self._checkpointer = Checkpointer(
-            job, self._state, self._monitor, self._logger, self._position, self._mined
+            job, self._state, self._monitor, self._logger, self._position, self._mined, device
         )
 
     def run(self) -> Outcome | None:
@@ -162,7 +162,7 @@ class Trainer:
                 return self._handle_collapse(collapse)
             if self._is_stopping or self._position.stage_step == self._plan.stage.steps:
                 return None
-            if self._checkpointer.is_due(self._position, self._device):
+            if self._checkpointer.is_due(self._position):
                 self._save()
         return self._end_epoch()
 

@@ -20,9 +20,10 @@ from raycl.errors import ConfigError, RayclError, RunError
 from raycl.negatives import KeyQueue, MemoryBank, Negatives
 from raycl.negatives.bank import Bank, connect_bank, list_banks
 from raycl.negatives.client import MemoryBankClient, QueueClient
+from raycl.negatives.placement import nodes_for_a_bank
 from raycl.negatives.search import SampleRows
 from raycl.negatives.spec import BankSpec
-from raycl.negatives.start import nodes_for_a_bank, start_bank
+from raycl.negatives.start import start_bank
 from tests.cluster.faults import alive, extra_node, wait_until
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")

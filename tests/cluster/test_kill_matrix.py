@@ -18,6 +18,7 @@ import torch
 
 import raycl
 from raycl.config import RunConfig
+from raycl.negatives.bank import connect_bank
 from raycl.records import CHECKPOINT_LIST, CHECKPOINTS, read_metrics, read_result
 from raycl.storage import Place
 from raycl.training.checkpoint import saved_steps
@@ -326,6 +327,32 @@ def test_an_announced_node_loss_triggers_a_checkpoint_in_time(
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     assert {line["workers"] for line in lines if line["step"] <= saved} == {2}
     assert {line["workers"] for line in lines if line["step"] > saved} == {1}
+
+
+@pytest.mark.drill
+# An additional checkpoint averages running statistics that differ between workers: these two methods have none.
+@pytest.mark.parametrize("method", ["two_tower", "instance_discrimination"])
+def test_a_bank_leaves_a_drained_node_and_the_run_equals_the_uninterrupted_run(
+    method: Method, uninterrupted: Callable[[Method], UninterruptedRun], tmp_path: Path
+) -> None:
+    expected = uninterrupted(method)
+    run = FaultedRun(config_of(method, tmp_path), expected.data, Place(str(tmp_path / "run")), tmp_path)
+    for_bank = {"raycl.io/role": "memory"}
+    with extra_node(0, **for_bank) as drained, ExitStack() as stack:
+        run.start()
+        stack.callback(lambda: run.drivers[-1].kill())
+        run.wait_for_checkpoint(FAULT_AFTER_STEP)
+        bank = connect_bank("run")
+        first = [shard.pid for shard in bank.stats().shards]
+        assert all(map(drained.has, first))
+        other = stack.enter_context(extra_node(0, **for_bank))
+        drained.announce_loss(seconds=300)
+        wait_until(lambda: run.log().count("moved away from") == len(first))
+        assert all(other.has(shard.pid) and shard.restarts == 1 for shard in bank.stats().shards)
+        drained.kill()
+        assert run.end() == 0, run.log()
+    assert_ended_like(expected, run.output, exactly=True)
+    assert "Traceback" not in run.log()
 
 
 def assert_ended_like(uninterrupted: UninterruptedRun, output: Place, *, exactly: bool) -> None:
