@@ -17,13 +17,17 @@ class Method:
 
 
 class FakeEncoder:
-    """An encoder that answers once ``go`` is set, or dies."""
+    """An encoder that is ready once ``starts`` is set, and answers once ``go`` is set, or dies."""
 
-    def __init__(self, number: int, go: asyncio.Event, *, dies: bool, fails_at_start: bool) -> None:
-        self.number, self.go, self.dies, self.fails_at_start = number, go, dies, fails_at_start
+    def __init__(
+        self, number: int, starts: asyncio.Event, go: asyncio.Event, *, dies: bool, fails_at_start: bool
+    ) -> None:
+        self.number, self.starts, self.go = number, starts, go
+        self.dies, self.fails_at_start = dies, fails_at_start
         self.ready, self.encode = Method(self._ready), Method(self._encode)
 
     async def _ready(self) -> None:
+        await self.starts.wait()
         if self.fails_at_start:
             raise RayActorError
 
@@ -36,7 +40,8 @@ class FakeEncoder:
 
 class FakeLauncher:
     def __init__(self, *, dying: tuple[int, ...] = (), failing: tuple[int, ...] = ()) -> None:
-        self.go, self.dying, self.failing = asyncio.Event(), dying, failing
+        self.starts, self.go, self.dying, self.failing = asyncio.Event(), asyncio.Event(), dying, failing
+        self.starts.set()
         self.go.set()
         self.num_started, self.running = 0, set[int]()
 
@@ -44,7 +49,8 @@ class FakeLauncher:
         number = self.num_started
         self.num_started += 1
         self.running.add(number)
-        return FakeEncoder(number, self.go, dies=number in self.dying, fails_at_start=number in self.failing)
+        faults = {"dies": number in self.dying, "fails_at_start": number in self.failing}
+        return FakeEncoder(number, self.starts, self.go, **faults)
 
     def stop(self, encoder: FakeEncoder) -> None:
         self.running.discard(encoder.number)
@@ -162,18 +168,129 @@ def test_an_encoder_that_fails_again_and_again_is_replaced_after_a_delay() -> No
 
 
 @pytest.mark.parametrize(("least", "most"), [(1, 3), (0, 2)])
-def test_the_pool_grows_while_callers_wait_and_shrinks_while_they_do_not(least: int, most: int) -> None:
+def test_the_pool_grows_while_callers_wait_for_busy_encoders_and_shrinks_while_they_do_not(
+    least: int, most: int
+) -> None:
     async def check() -> None:
         launcher = FakeLauncher()
         pool = await pool_of(launcher, least, most, interval_s=0.0)
         sizes = []
         for waited_s in [1.0] * 5 + [0.0] * 5:
-            await pool.encode([10], {}, waited_s)
-            await asyncio.sleep(0)
+            await requests_of(pool, waited_s, most + 1 if waited_s else 1)
             sizes.append(len(launcher.running))
         assert sizes == sorted(sizes[:5]) + sorted(sizes[5:], reverse=True)
         assert max(sizes) == most
         assert sizes[-1] == max(1, least)
+
+    run(check())
+
+
+async def requests_of(pool: PoolActor, waited_s: float, number: int) -> None:
+    """Send requests at the same time, whose callers waited for earlier ones, and let new encoders start."""
+    await asyncio.gather(*[asyncio.create_task(pool.encode([10], {}, waited_s)) for _ in range(number)])
+    await asyncio.sleep(0)
+
+
+def test_the_pool_does_not_grow_while_a_request_finds_an_idle_encoder() -> None:
+    async def check() -> None:
+        launcher = FakeLauncher()
+        pool = await pool_of(launcher, 1, 3, interval_s=0.0)
+        for _ in range(5):
+            await requests_of(pool, 1.0, 1)  # a second encoder would be idle
+        assert launcher.num_started == 1
+        await requests_of(pool, 1.0, 2)
+        assert launcher.num_started == 2
+
+    run(check())
+
+
+class Clock:
+    """A time that the test sets."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("raycl.training.encoder_pool.time", clock)
+    return clock
+
+
+def test_the_wait_for_a_starting_encoder_starts_no_other_one(clock: Clock) -> None:
+    async def check() -> None:
+        launcher = FakeLauncher()
+        pool = await pool_of(launcher, 1, 3)
+        launcher.starts.clear()
+        clock.now = 11.0
+        await requests_of(pool, 9.0, 2)
+        assert launcher.num_started == 2
+        clock.now = 22.0
+        await requests_of(pool, 9.0, 3)
+        assert launcher.num_started == 2  # the second one starts
+        launcher.starts.set()
+        await asyncio.sleep(0.01)
+        assert await pool.num_encoders() == 2
+        await requests_of(pool, 9.0, 3)
+        assert launcher.num_started == 2  # the callers have waited for its start
+        clock.now = 33.0
+        await requests_of(pool, 9.0, 3)
+        assert launcher.num_started == 3
+
+    run(check())
+
+
+def test_a_wait_counts_only_since_the_number_of_encoders_was_reconsidered(clock: Clock) -> None:
+    async def check() -> None:
+        launcher = FakeLauncher()
+        pool = await pool_of(launcher, 1, 3)
+        await requests_of(pool, 9.0, 2)  # they waited for the start of the encoder
+        clock.now = 11.0
+        await requests_of(pool, 0.0, 2)
+        assert launcher.num_started == 1
+
+    run(check())
+
+
+def test_a_lost_encoder_that_is_not_replaced_yet_leads_to_no_growth() -> None:
+    async def check() -> None:
+        launcher = FakeLauncher(failing=(1, 2, 3))
+        pool = await pool_of(launcher, 2, 5, interval_s=0.0)
+        for _ in range(5):
+            await requests_of(pool, 1.0, 3)
+        assert await pool.num_encoders() == 1
+        assert pool._target == 2
+
+    run(check())
+
+
+@pytest.mark.parametrize("first_s", [0.15, 0.25], ids=["answers in time", "answers too late"])
+def test_the_limit_of_an_answer_follows_the_longest_one(
+    first_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raycl.training.encoder_pool.ANSWER_S", 0.2)
+
+    async def check() -> None:
+        launcher = FakeLauncher()
+        pool = await pool_of(launcher)
+
+        async def take(seconds: float) -> Encoded | None:
+            launcher.go.clear()
+            request = asyncio.create_task(pool.encode([10], {}))
+            await asyncio.sleep(seconds)
+            launcher.go.set()
+            return await request
+
+        await take(first_s)
+        started = launcher.num_started
+        assert await take(0.3) is not None
+        assert launcher.num_started == started
+        monkeypatch.setattr("raycl.training.encoder_pool._MAX_ANSWER_S", 0.1)
+        await take(0.3)
+        assert launcher.num_started == started + 1
 
     run(check())
 

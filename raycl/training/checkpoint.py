@@ -208,7 +208,9 @@ class Checkpointer:
         for each in sorted(new):
             if not each.has_room:
                 need = format_bytes(reserved_memory(bank.spec)[each.shard])
-                self._notify(bank, each, f"finds no other node with {need} of free memory: add one; it stays on")
+                self._notify(
+                    bank, each, f"finds no other node with {need} of free memory: add one; it stays on"
+                )
         return bool(new)
 
     def _is_newly_preempted(self) -> bool:

@@ -21,8 +21,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycl.errors import first_line, last_line
 
-ANSWER_S = 300.0  # after which an encoder counts as lost; Ray notices dead nodes earlier
-_PATIENCE_S = 3 * ANSWER_S  # of a caller, if the pool itself does not answer
+# An encoder without an answer counts as lost after this time, or a multiple of the longest answer so far; Ray
+# notices dead nodes earlier.
+ANSWER_S, _MAX_ANSWER_S, _ANSWER_MARGIN = 300.0, 3_600.0, 4.0
 _NUM_TRIES = 2  # encoders that a request is sent to
 # Fractions of the time that callers wait: the pool grows above, may shrink below.
 _WAITING, _IDLE = 0.05, 0.01
@@ -112,7 +113,8 @@ class PoolActor:
     """Send each request to an idle encoder; start and stop encoders, ``least`` to ``most``.
 
     Encoders exist only while there are weights. Their number is reconsidered every ``interval_s`` seconds: one more
-    if callers waited for their rows, one fewer if the others could do the work. A lost encoder is replaced.
+    if callers waited for their rows and all encoders are ready and busy, one fewer if the others could do the work.
+    A lost encoder is replaced.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class PoolActor:
         self._idle: deque[Any] = deque()
         self._changed = asyncio.Condition()
         self._failures, self._not_before = 0, 0.0
+        self._longest_s = 0.0  # answer of an encoder, also one that came too late
         self._tasks: set[asyncio.Task[None]] = set()  # asyncio holds no reference to a running task
         self._reset_window()
 
@@ -164,7 +167,8 @@ class PoolActor:
 
         ``waited_s`` are the seconds that the caller waited for earlier requests.
         """
-        self._waited_s += waited_s
+        # Only the part since the number of encoders was reconsidered.
+        self._waited_s += min(waited_s, time.monotonic() - self._since)
         self._resize()
         for _ in range(_NUM_TRIES):
             encoder = await self._idle_encoder()
@@ -175,12 +179,15 @@ class PoolActor:
             began = time.monotonic()
             try:
                 answer = encoder.encode.remote(version, weights, rows[0], how)
-                embeddings = await asyncio.wait_for(_result(answer), ANSWER_S)
+                embeddings = await asyncio.wait_for(_result(answer), self._limit_s)
             except (RayError, TimeoutError) as error:
+                if isinstance(error, TimeoutError):
+                    self._longest_s = max(self._longest_s, time.monotonic() - began)
                 await self._lose(encoder, error)
                 continue
             finally:
                 self._busy_s += time.monotonic() - began
+            self._longest_s = max(self._longest_s, time.monotonic() - began)
             self._failures = 0
             if encoder in self._ready:
                 self._idle.append(encoder)
@@ -206,19 +213,31 @@ class PoolActor:
         if self._target == 0 and self._num_missed:
             self._target = 1
         elif elapsed > self._interval_s and not self._starting:
-            waited, busy = self._waited_s / elapsed, self._busy_s / elapsed
-            if waited > _WAITING:
-                self._target = min(self._most, self._target + 1)
-            elif waited < _IDLE and not self._num_missed and busy < _BUSY * (self._target - 1):
-                self._target = max(self._least, self._target - 1)
-            self._reset_window()
+            self._reconsider(elapsed)
         while self._idle and len(self._ready) > self._target:
             self._remove(self._idle[-1])
         while self._num_all < self._target and time.monotonic() >= self._not_before:
             self._start(self._published.build)
 
+    def _reconsider(self, elapsed: float) -> None:
+        """Choose the number of encoders for the demand of these seconds."""
+        waited, busy = self._waited_s / elapsed, self._busy_s / elapsed
+        if waited > _WAITING:
+            if not self._idle and len(self._ready) >= self._target:
+                self._target = min(self._most, self._target + 1)
+            elif elapsed < 2 * self._interval_s:
+                return  # the next request may find all encoders busy
+        elif waited < _IDLE and not self._num_missed and busy < _BUSY * (self._target - 1):
+            self._target = max(self._least, self._target - 1)
+        self._reset_window()
+
     def _reset_window(self) -> None:
         self._since, self._waited_s, self._busy_s, self._num_missed = time.monotonic(), 0.0, 0.0, 0
+
+    @property
+    def _limit_s(self) -> float:
+        """The seconds after which an encoder without an answer counts as lost."""
+        return min(_MAX_ANSWER_S, max(ANSWER_S, _ANSWER_MARGIN * self._longest_s))
 
     @property
     def _num_all(self) -> int:
@@ -241,6 +260,7 @@ class PoolActor:
             self._starting.remove(encoder)
             self._ready.add(encoder)
             self._idle.append(encoder)
+            self._reset_window()  # callers have waited for its start
             await self._notify()
 
     async def _lose(self, encoder: Any, error: Exception) -> None:
@@ -270,10 +290,10 @@ async def _result(answer: Awaitable[Any]) -> Any:
 
 @final
 class Request:
-    """A request in flight."""
+    """A request in flight to a pool's actor."""
 
-    def __init__(self, rows: Any, answer: Any) -> None:
-        self._rows, self._answer = rows, answer  # the rows live as long as their reference
+    def __init__(self, rows: Any, answer: Any, pool: Any) -> None:
+        self._rows, self._answer, self._pool = rows, answer, pool  # the rows live as long as their reference
         self.waited_s = 0.0  # by the caller, for an answer that was not there yet
 
     @cached_property
@@ -282,7 +302,10 @@ class Request:
         began = time.monotonic()
         is_late = not ray.wait([self._answer], timeout=0)[0]
         try:
-            return ray.get(self._answer, timeout=_PATIENCE_S)
+            # The pool limits the time of its encoders.
+            while not ray.wait([self._answer], timeout=ANSWER_S)[0]:
+                ray.get(self._pool.num_encoders.remote(), timeout=ANSWER_S)
+            return ray.get(self._answer)
         except RayError:
             return None
         finally:
@@ -312,7 +335,7 @@ class EncoderPool:
     def encode(self, rows: Any, *, waited_s: float = 0.0, **how: Any) -> Request:
         """Send rows, with arguments of ``RowEncoder.encode``, without waiting for their embeddings."""
         sent = ray.put(rows)
-        return Request(sent, self.actor.encode.remote([sent], how, waited_s))
+        return Request(sent, self.actor.encode.remote([sent], how, waited_s), self.actor)
 
     def release(self) -> None:
         """Stop all encoders until weights are published again."""
