@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from ray.exceptions import RayActorError
 
-from raycl.training.encoder_pool import Encoded, PoolActor
+from raycl.training.encoder_pool import ActorLauncher, Encoded, PoolActor
 
 
 class Method:
@@ -39,6 +39,8 @@ class FakeEncoder:
 
 
 class FakeLauncher:
+    needs = "2 CPUs on one node"
+
     def __init__(self, *, dying: tuple[int, ...] = (), failing: tuple[int, ...] = ()) -> None:
         self.starts, self.go, self.dying, self.failing = asyncio.Event(), asyncio.Event(), dying, failing
         self.starts.set()
@@ -293,6 +295,63 @@ def test_the_limit_of_an_answer_follows_the_longest_one(
         assert launcher.num_started == started + 1
 
     run(check())
+
+
+def test_encoders_that_wait_for_resources_are_reported_once_until_one_has_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("raycl.training.encoder_pool._START_S", 0.05)
+
+    async def check() -> None:
+        launcher, reports = FakeLauncher(), list[str]()
+        launcher.starts.clear()
+        pool = await pool_of(launcher, 2, 2, report=reports.append)
+        assert not reports
+        await asyncio.sleep(0.1)
+        assert [line.split(":")[0] for line in reports] == ["no encoder of the pool has started for 0.05 s"]
+        assert "each waits for 2 CPUs on one node; end other tasks, add a node" in reports[0]
+        launcher.starts.set()
+        await asyncio.sleep(0.01)
+        assert await pool.num_encoders() == 2
+        await pool.release()
+        launcher.starts.clear()
+        await begin(pool, 5, 8)
+        await pool.release()  # no encoder waits any more
+        await asyncio.sleep(0.1)
+        assert len(reports) == 1
+        await begin(pool, 6, 8)
+        await asyncio.sleep(0.1)
+        assert len(reports) == 2
+
+    run(check())
+
+
+def test_an_encoder_that_waits_beside_a_ready_one_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raycl.training.encoder_pool._START_S", 0.05)
+
+    async def check() -> None:
+        launcher, reports = FakeLauncher(), list[str]()
+        pool = await pool_of(launcher, 1, 2, report=reports.append, interval_s=0.0)
+        launcher.starts.clear()
+        await requests_of(pool, 1.0, 2)
+        assert launcher.num_started == 2
+        await asyncio.sleep(0.1)
+        assert not reports
+
+    run(check())
+
+
+@pytest.mark.parametrize(
+    ("resources", "labels", "needs"),
+    [
+        ({"num_cpus": 2.0, "num_gpus": 0.0}, {}, "2 CPUs on one node"),
+        ({"num_cpus": 0.5, "num_gpus": 0.5}, {"zone": "spot"}, "0.5 CPUs and 0.5 GPUs on a node labeled zone=spot"),
+    ],
+)  # fmt: skip
+def test_the_report_names_what_an_encoder_reserves(
+    resources: dict[str, float], labels: dict[str, str], needs: str
+) -> None:
+    assert ActorLauncher({**resources, "resources": {}, "label_selector": labels}).needs == needs
 
 
 def test_a_released_pool_holds_no_encoder_until_weights_are_published() -> None:

@@ -228,6 +228,7 @@ class LocalPool:
 
     def __init__(self, num_lost: int = 0) -> None:
         self.encoder, self.num_lost, self.steps = PairEncoder(CONFIG, vocabulary()), num_lost, list[int]()
+        self.waited = list[float]()
 
     def begin(self) -> str:
         return "attempt"
@@ -239,6 +240,7 @@ class LocalPool:
 
     def encode(self, texts: Tokens, *, waited_s: float = 0.0, **how: Any) -> SimpleNamespace:
         self.num_lost -= 1
+        self.waited.append(waited_s)
         encoded = None
         if self.num_lost < 0:
             encoded = Encoded(self.encoder.encode(texts, **how), self.steps[-1], 1)
@@ -291,6 +293,34 @@ def test_a_miner_mines_with_the_newest_weights_of_the_latest_group_and_waits_for
     assert "a shard is away" in str(notices.mock_calls[0])
     miner.publish("second", 30, weights[0])
     np.testing.assert_array_equal(newest_table(miner, "second", second.version).document, expected[0])
+
+
+def test_a_miner_without_encoders_asks_and_publishes_less_and_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(miner_module, "_RETRY_S", 0.01)
+    monkeypatch.setattr(miner_module, "_MAX_RETRY_S", 0.04)
+    built = build_corpus(held_rows(), explicit=True)
+    pool, bank = LocalPool(num_lost=8), LocalBank(built.corpus)
+    miner = Miner(CONFIG.negatives.mined, *built, bank, pool, MagicMock())  # type: ignore[arg-type]
+    miner.publish("first", 40, numpy_weights(towers()))
+    newest_table(miner, "first")
+    # The first requests are sent ahead, and find that the encoders start.
+    waited = [each for each in pool.waited if each]
+    assert waited[:5] == [0.01, 0.02, 0.04, 0.04, 0.04]
+    assert len(pool.steps) == 1 + sum(each > 0.01 for each in waited)
+
+
+def test_a_miner_that_waits_for_encoders_follows_a_new_group_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(miner_module, "_RETRY_S", 1_000.0)
+    built = build_corpus(held_rows(), explicit=True)
+    pool, bank = LocalPool(num_lost=1), LocalBank(built.corpus)
+    miner = Miner(CONFIG.negatives.mined, *built, bank, pool, MagicMock())  # type: ignore[arg-type]
+    miner.publish("first", 40, numpy_weights(towers()))
+    while pool.num_lost > 0:
+        time.sleep(0.01)
+    miner.publish("second", 20, numpy_weights(towers()))
+    assert newest_table(miner, "second").query_step == 20
 
 
 # Draws

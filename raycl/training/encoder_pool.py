@@ -29,6 +29,7 @@ _NUM_TRIES = 2  # encoders that a request is sent to
 _WAITING, _IDLE = 0.05, 0.01
 _BUSY = 0.7  # of the time, the most that the encoders left after shrinking may work
 _MAX_DELAY_S = 60.0  # before an encoder is replaced, if the ones before failed too
+_START_S = 60.0  # after which a pool without encoders reports that they wait
 
 Weights = Mapping[str, NDArray[Any]]
 
@@ -76,6 +77,11 @@ class EncoderActor:
 class Launcher(Protocol):
     """Starts and stops encoders."""
 
+    @property
+    def needs(self) -> str:
+        """Return the resources that an encoder waits for."""
+        ...
+
     def start(self, build: Any) -> Any:
         """Return the handle of a new encoder; ``build`` refers to the function that builds it."""
         ...
@@ -91,6 +97,16 @@ class ActorLauncher:
     """Starts encoders as actors with these options of Ray."""
 
     options: Mapping[str, Any]
+
+    @property
+    def needs(self) -> str:
+        """Return the resources and the labels in these options."""
+        amounts = {"CPUs": self.options["num_cpus"], "GPUs": self.options["num_gpus"]}
+        needs = [
+            f"{amount:g} {name}" for name, amount in (amounts | self.options["resources"]).items() if amount
+        ]
+        labels = [f"{name}={value}" for name, value in self.options["label_selector"].items()]
+        return " and ".join(needs) + (f" on a node labeled {', '.join(labels)}" if labels else " on one node")
 
     def start(self, build: Any) -> Any:
         """Return the handle of a new actor, which may have to wait for its resources."""
@@ -135,6 +151,7 @@ class PoolActor:
         self._idle: deque[Any] = deque()
         self._changed = asyncio.Condition()
         self._failures, self._not_before = 0, 0.0
+        self._has_reported_wait = False
         self._longest_s = 0.0  # answer of an encoder, also one that came too late
         self._tasks: set[asyncio.Task[None]] = set()  # asyncio holds no reference to a running task
         self._reset_window()
@@ -252,16 +269,29 @@ class PoolActor:
 
     async def _admit(self, encoder: Any) -> None:
         """Use an encoder once it is ready."""
+        late = asyncio.get_running_loop().call_later(_START_S, self._report_wait, encoder)
         try:
             await _result(encoder.ready.remote())
         except RayError as error:
             await self._lose(encoder, error)
+        finally:
+            late.cancel()
         if encoder in self._starting:
             self._starting.remove(encoder)
             self._ready.add(encoder)
             self._idle.append(encoder)
+            self._has_reported_wait = False
             self._reset_window()  # callers have waited for its start
             await self._notify()
+
+    def _report_wait(self, encoder: Any) -> None:
+        """Report once that no encoder has started, if this one still does; one beside others may wait for its resources."""
+        if encoder in self._starting and not self._ready and not self._has_reported_wait:
+            self._has_reported_wait = True
+            self._report(
+                f"no encoder of the pool has started for {_START_S:g} s: each waits for {self._launcher.needs}; end other "
+                "tasks, add a node, or lower cpus_per_actor or gpus_per_actor"
+            )
 
     async def _lose(self, encoder: Any, error: Exception) -> None:
         """Remove an encoder that failed, unless it was removed, and replace it, after a delay if others failed before."""

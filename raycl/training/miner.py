@@ -10,7 +10,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import chain, count, repeat
+from itertools import chain, repeat
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -40,7 +40,7 @@ Numbers = NDArray[np.int64]
 _BATCH = 256  # texts that a tower embeds together
 # Texts that an encoder embeds in one request, with the same weights. It must answer in time, on a single CPU too.
 _BLOCK, _BLOCK_TOKENS = 1_024, 32_768
-_RETRY_S = 0.5  # after a failure
+_RETRY_S, _MAX_RETRY_S = 0.5, 30.0  # after a failure; longer after each of several without an encoder
 
 
 class Published(NamedTuple):
@@ -292,20 +292,27 @@ class Miner:
                 yield encoded or self._encode_again(first, side)
 
     def _encode_again(self, texts: Tokens, side: SideName) -> Encoded:
-        """Ask until an encoder answers: they start, or the pool has lost all and the weights with them."""
-        for attempt in count():
-            time.sleep(_RETRY_S)
+        """Ask until an encoder answers: they start or wait for resources, or the pool has lost all and the weights with them."""
+        delay_s = _RETRY_S
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._is_outdated, timeout=delay_s)
             published = self._check_group()
-            if attempt:
+            if delay_s > _RETRY_S:
                 self._use(published)
-            encoded = self._pool.encode(texts, side=side, waited_s=_RETRY_S).encoded
+            encoded = self._pool.encode(texts, side=side, waited_s=delay_s).encoded
             if encoded is not None:
                 return encoded
-        raise AssertionError("count has no end")
+            delay_s = min(2 * delay_s, _MAX_RETRY_S)
+
+    def _is_outdated(self) -> bool:
+        """Whether the newest weights are of another worker group than those in use."""
+        published, in_use = self._published, self._in_use
+        return published is None or in_use is None or published.group != in_use.group
 
     def _check_group(self) -> Published:
         """Return the newest weights; raises ``_OutdatedError`` if they are of another worker group."""
-        published, in_use = self._published, self._in_use
-        if published is None or in_use is None or published.group != in_use.group:
+        published = self._published
+        if published is None or self._is_outdated():
             raise _OutdatedError
         return published
