@@ -13,7 +13,9 @@ from torch import nn
 from raycl.api import plan_examined as plan
 from raycl.config import RunConfig
 from raycl.config.overrides import override
-from raycl.doctor.memory import ALLOCATOR, bank_bytes, check_memory, estimate_memory
+from raycl.doctor.encoders import check_pools, estimate_encoder
+from raycl.doctor.estimate import ALLOCATOR, CUDA_BYTES
+from raycl.doctor.memory import bank_bytes, check_memory, estimate_memory
 from raycl.doctor.memory_profile import MemoryProfile, peak_bytes, profile_memory
 from raycl.doctor.nodes import Node, NodeAnswer, NodeInfo, network_address, reachable_ports, versions
 from raycl.doctor.result import CheckResult
@@ -177,6 +179,96 @@ def test_the_remedy_for_a_bank_that_is_too_large_names_only_settings_that_act(
     assert found["bank"].remedy == remedy
 
 
+KEYS: dict[str, Any] = {
+    "momentum_encoder.location": "actors",
+    "momentum_encoder.actors": 3,
+    "stages.0.batch_size": 64,
+}
+ENCODING = replace(ONE, encoded=(20.0,))
+
+
+def test_a_key_encoder_holds_its_weights_twice_and_the_rows_of_a_request_without_a_graph() -> None:
+    found = estimate_encoder(small("moco_v2", **KEYS), "momentum_encoder", [ENCODING]).parts
+    assert found == {"process": 1e6, "weights": 8e3, "activations": 64 * 20, "views": 64 * 10}
+    two = small("moco_v2", **KEYS, workers=2)
+    assert estimate_encoder(two, "momentum_encoder", [ENCODING]).parts["activations"] == 32 * 20
+    chunked = small("moco_v2", **KEYS, **{"stages.0.chunk_size": 16})
+    found = estimate_encoder(chunked, "momentum_encoder", [ENCODING]).parts
+    assert (found["activations"], found["views"]) == (16 * 20, 64 * 10)
+    both_views = small("moco_v3", **KEYS)
+    assert estimate_encoder(both_views, "momentum_encoder", [ENCODING]).parts["views"] == 128 * 10
+
+
+def test_an_encoder_of_a_miner_embeds_the_longer_side_in_batches() -> None:
+    config = small("two_tower", **{"negatives.mined.num": 2, "stages.0.batch_size": 8})
+    measured = replace(TWO, encoded=(3.0, 5.0), inputs=(7.0, 9.0))
+    found = estimate_encoder(config, "negatives.mined", [measured])
+    assert (found.parts["activations"], found.parts["views"]) == (256 * 5, 256 * 9)
+    assert found.host == found.total
+    on_gpu = override(config, {"negatives.mined.gpus_per_actor": 0.5})
+    found = estimate_encoder(on_gpu, "negatives.mined", [replace(measured, process=30.0)])
+    assert found.host == ALLOCATOR * 30
+
+
+@pytest.fixture
+def checked_pools(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that checks the pools of a recipe on two nodes, the second one labeled."""
+
+    def check(config: RunConfig, *, free: float, cpus: float = 8.0, gpu: float = 0.0) -> list[CheckResult]:
+        nodes = [
+            Node(node_id=name, name=name, is_head=name == "a", num_cpus=cpus, num_gpus=2 * bool(gpu), object_store=0)
+            for name in "ab"
+        ]  # fmt: skip
+        info = NodeInfo(versions={}, memory=0.0, free_memory=free)
+        labels = [
+            {"NodeID": "a", "Alive": True, "Labels": {}},
+            {"NodeID": "b", "Alive": True, "Labels": {"zone": "b"}},
+        ]
+        monkeypatch.setattr("raycl.training.pools.ray.nodes", lambda: labels)
+        memory = [("H100", gpu)] if gpu else None
+        monkeypatch.setattr(
+            "raycl.doctor.estimate.ask_nodes",
+            lambda nodes, _, num_gpus: [NodeAnswer(node, memory) for node in nodes],
+        )
+        profiles = [ENCODING] * len(config.stages)
+        worker = estimate_memory(config, profiles, num_samples=9, row_bytes=0, negatives_per_pair=0)
+        return list(check_pools(config, profiles, worker, [NodeAnswer(node, info) for node in nodes]))
+
+    return check
+
+
+def test_the_encoders_of_a_node_count_beside_its_workers(checked_pools: Any) -> None:
+    config = small("moco_v2", **KEYS, gpu=False, workers=2)
+    worker = estimate_memory(config, [ENCODING], num_samples=9, row_bytes=0, negatives_per_pair=0).host
+    encoder = estimate_encoder(config, "momentum_encoder", [ENCODING]).host
+    need = 2 * worker + 3 * encoder
+    (enough,), (less,) = (checked_pools(config, free=each) for each in (need, need - 1))
+    assert (enough.good, less.good) == (True, False)
+    assert "3 beside 2 workers on a" in less.seen
+    assert less.remedy.startswith("lower momentum_encoder.actors")
+    # A node of three CPUs has room for one encoder beside its two workers.
+    (fits,) = checked_pools(config, free=2 * worker + encoder, cpus=3.0)
+    assert fits.good and "1 beside 2 workers" in fits.seen
+    elsewhere = override(config, {"momentum_encoder.node_label": "zone=b"})
+    (labeled,) = checked_pools(elsewhere, free=need - 1)
+    assert "on b" in labeled.seen
+    (none,) = checked_pools(override(config, {"momentum_encoder.node_label": "zone=c"}), free=0.0)
+    assert none.good and "no node can hold one now" in none.seen
+    assert checked_pools(small("moco_v2", gpu=False), free=0.0) == []
+
+
+def test_an_encoder_must_fit_its_share_of_a_gpu(checked_pools: Any) -> None:
+    config = small("moco_v2", **KEYS, gpu=False, **{"momentum_encoder.gpus_per_actor": 0.5})
+    need = estimate_encoder(config, "momentum_encoder", [ENCODING]).gpu + CUDA_BYTES
+    for gpu, good in ((2 * need, True), (2 * need - 2, False)):
+        _, found = checked_pools(config, free=1e12, gpu=gpu)
+        assert found.good == good
+        assert "0.5 of the smallest" in found.seen
+    assert found.remedy == "raise momentum_encoder.gpus_per_actor"
+    whole = override(config, {"momentum_encoder.gpus_per_actor": 2})
+    assert checked_pools(whole, free=1e12, gpu=need)[1].good
+
+
 def test_explicit_negatives_count_as_rows_of_the_key_tower() -> None:
     config = small("two_tower", **{"stages.0.batch_size": 8})
     assert parts(config, TWO)["activations"] == 8 * 100 + 8 * 10
@@ -244,6 +336,19 @@ def test_memory_per_row_is_measured_with_and_without_chunks() -> None:
     in_chunks = profile_memory(chunked, chunked.stages[0], None)
     # Without batch statistics, only embeddings and their gradients are stored.
     assert in_chunks.waiting[0] < 0.2 * whole.activations[0]
+
+
+def test_a_row_that_is_only_encoded_needs_the_largest_pair_of_layers_and_is_measured_for_pools_only() -> None:
+    settings = {"encoder.name": "resnet18", "encoder.stem": "half", "stages.0.batch_size": 64, "gpu": False}
+    config = small("moco_v2", **settings)
+    assert profile_memory(config, config.stages[0], None).encoded == ()
+    profile = profile_memory(override(config, KEYS), config.stages[0], None)
+    towers = build_towers(config)
+    rows = torch.randn(64, 3, 32, 32)
+    with torch.no_grad():
+        expected = peak_bytes(lambda: towers(rows)) / 64
+    assert profile.encoded[0] == pytest.approx(expected, rel=0.3)
+    assert profile.encoded[0] < 0.5 * profile.activations[0]
 
 
 def test_views_of_each_size_count_with_their_own_memory() -> None:

@@ -5,8 +5,7 @@ which is measured.
 """
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 import ray
 
@@ -15,8 +14,17 @@ from raycl.data.embeddings import count_embeddings
 from raycl.display import format_bytes
 from raycl.doctor.checks import AUTOSCALING
 from raycl.doctor.data import DataSummary
+from raycl.doctor.encoders import check_pools
+from raycl.doctor.estimate import (
+    CUDA_BYTES,
+    Answers,
+    MemoryEstimate,
+    available_memory,
+    smallest_gpu,
+    workers_on,
+)
 from raycl.doctor.memory_profile import MemoryProfile, profile_memory
-from raycl.doctor.nodes import Node, NodeAnswer, NodeInfo, ask_nodes, gpu_memory
+from raycl.doctor.nodes import Node
 from raycl.doctor.result import CheckResult, failed, passed, passed_if
 from raycl.errors import RayclError, last_line
 from raycl.negatives.placement import nodes_for_a_bank
@@ -29,64 +37,10 @@ from raycl.training.mining import document_bank_spec
 from raycl.training.preflight import check_guide
 from raycl.training.stores import bank_spec
 
-# Allocators keep freed memory: real workers took 1.14 to 1.32 times the sum of the parts (docs/doctor.md).
-ALLOCATOR = 4 / 3
 OPTIMIZER_STATES = {"adamw": 2, "sgd": 1, "lars": 1}  # numbers per weight
 _BATCHES = 4  # of decoded rows: two wait, one is in use and one is being made
 _EMBEDDINGS = 8  # copies of the gathered ones: both views, their gradients, and intermediates of the loss
-_RESERVED = 0.05  # of a node's memory: above 95% Ray kills workers
-_CUDA_BYTES = 2.0**30  # context, workspaces of cuDNN, blocks that the allocator keeps
 _TIMEOUT_S = 180.0
-
-Answers = Sequence[NodeAnswer[NodeInfo]]
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class MemoryEstimate:
-    """Bytes of a worker by purpose, in its largest stage, whose index is ``stage``.
-
-    ``on_gpu`` names the parts that are on the GPU, if the run has one.
-    """
-
-    stage: int
-    parts: dict[str, float]
-    on_gpu: frozenset[str]
-
-    @property
-    def total(self) -> float:
-        """All bytes of a worker, with the allocator's share."""
-        return ALLOCATOR * sum(self.parts.values())
-
-    @property
-    def gpu(self) -> float:
-        """The bytes on the GPU, with the allocator's share."""
-        return ALLOCATOR * sum(num_bytes for name, num_bytes in self.parts.items() if name in self.on_gpu)
-
-    @property
-    def host(self) -> float:
-        """The bytes in the node's memory, with the allocator's share."""
-        return self.total - self.gpu
-
-    def __str__(self) -> str:
-        parts = sorted(self.parts.items(), key=lambda part: -part[1])
-        shown = [f"{name} {format_bytes(num_bytes)}" for name, num_bytes in parts if num_bytes >= 2**20]
-        return ", ".join([*shown, "and a third for the allocator"])
-
-    def remedy(self, config: RunConfig) -> str:
-        """Return how to lower the largest part by settings that act in this run."""
-        parts = self.parts
-        if parts["negatives"] > max(parts["activations"], parts["waiting rows"]):
-            if config.negatives.mined.num:
-                return "lower negatives.mined.candidates, of which each worker has a table"
-            if config.negatives.store == "queue":
-                return "lower negatives.capacity, or set bank.dtype=float16"
-            if config.bank.location == "worker":
-                return "set bank.location=actor, so that actors hold the slots of all samples once"
-            return "take nodes with more memory, since each worker has the ids of all samples"
-        if parts["weights"] > parts["activations"]:
-            return "take a smaller encoder, or nodes with more memory"
-        return f"lower --batch-size, set stages.{self.stage}.chunk_size, or use more workers and nodes"
 
 
 def check_memory(
@@ -118,6 +72,7 @@ def check_memory(
     yield _check_worker(config, estimate, answers)
     if config.gpu:
         yield _check_gpu(config, estimate, [answer.node for answer in answers])
+    yield from check_pools(config, profiles, estimate, answers)
     if data is not None:
         yield check_decoded_data(config, data, answers)
     listed = data.negatives_per_pair if data is not None and config.negatives.explicit else 0.0
@@ -130,43 +85,24 @@ def _check_worker(config: RunConfig, estimate: MemoryEstimate, answers: Answers)
     name, host = "memory of a worker", estimate.host
     seen = f"about {format_bytes(host)} " + ("beside the GPU" if config.gpu else f"({estimate})")
     num_cpus = sum(answer.node.num_cpus for answer in answers)
-    counts = [(answer, _workers_on(answer.node, config, num_cpus)) for answer in answers]
+    counts = [(answer, workers_on(answer.node, config, num_cpus)) for answer in answers]
     counts = [(answer, count) for answer, count in counts if count]
     if not counts:
         return passed(name, f"{seen}; no node can hold one now, so nothing to compare ({AUTOSCALING})")
-    answer, count = min(counts, key=lambda each: _available(each[0]) - each[1] * host)
-    available = _available(answer)
+    answer, count = min(counts, key=lambda each: available_memory(each[0]) - each[1] * host)
+    available = available_memory(answer)
     seen += f"; {count} on {answer.node.name}, which has {format_bytes(max(0.0, available))} free"
     return passed_if(count * host <= available, name, seen, estimate.remedy(config))
 
 
-def _workers_on(node: Node, config: RunConfig, num_cpus: float) -> int:
-    """Return the most workers that Ray may place on a node of a cluster with ``num_cpus``."""
-    workers = max(config.workers_of(stage) for stage in config.stages)
-    if config.gpu:
-        return min(workers, int(node.num_gpus))
-    if config.cpus_per_worker is not None:
-        return min(workers, int(node.num_cpus / config.cpus_per_worker))
-    if num_cpus >= workers:
-        return min(workers, int(node.num_cpus))
-    return workers if node.num_cpus else 0  # each takes a fraction of a CPU
-
-
-def _available(answer: NodeAnswer[NodeInfo]) -> float:
-    """Return the bytes of a node's memory that Ray lets workers use."""
-    info = answer.value
-    return 0.0 if info is None else info.free_memory - _RESERVED * info.memory
-
-
 def _check_gpu(config: RunConfig, estimate: MemoryEstimate, nodes: Sequence[Node]) -> CheckResult:
-    name, num_bytes = "memory of a GPU", estimate.gpu + _CUDA_BYTES
+    name, num_bytes = "memory of a GPU", estimate.gpu + CUDA_BYTES
     seen = f"about {format_bytes(num_bytes)} ({estimate})"
-    answers = ask_nodes([node for node in nodes if node.num_gpus >= 1], gpu_memory, num_gpus=1)
-    found = [memory for answer in answers for _, memory in answer.value or ()]
-    if not found:
+    smallest = smallest_gpu(nodes)
+    if smallest is None:
         return passed(name, f"{seen}; no GPU is free now, so nothing to compare")
-    seen += f"; the smallest has {format_bytes(min(found))}"
-    return passed_if(num_bytes <= min(found), name, seen, estimate.remedy(config))
+    seen += f"; the smallest has {format_bytes(smallest)}"
+    return passed_if(num_bytes <= smallest, name, seen, estimate.remedy(config))
 
 
 def check_decoded_data(config: RunConfig, data: DataSummary, answers: Answers) -> CheckResult:
@@ -227,14 +163,14 @@ def _check_bank(
         seen = "nodes are labeled by their roles, and none that answered is for a bank"
         yield failed("bank", seen, "label one raycl.io/role=memory or raycl.io/role=head")
         return
-    largest = max(answers, key=_available)
+    largest = max(answers, key=available_memory)
     seen = (
         f"{len(shards)} shard{'' if len(shards) == 1 else 's'} of {format_bytes(max(shards))}, "
-        f"the most free memory is {format_bytes(_available(largest))} ({largest.node.name})"
+        f"the most free memory is {format_bytes(available_memory(largest))} ({largest.node.name})"
     )
     smaller = "" if config.negatives.store == "partition" else " set bank.dtype=float16,"
     remedy = f"raise bank.shards,{smaller} or add a node with more memory"
-    yield passed_if(max(shards) <= _available(largest), "bank", seen, remedy)
+    yield passed_if(max(shards) <= available_memory(largest), "bank", seen, remedy)
 
 
 def bank_bytes(config: RunConfig, num_samples: int, *, num_documents: int = 0) -> list[float]:

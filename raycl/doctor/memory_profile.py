@@ -18,10 +18,13 @@ from raycl.models.blocks import residual_blocks
 from raycl.models.build import build_prediction_head, build_towers
 from raycl.models.towers import Tower, TwoTowers
 from raycl.tokenization import Tokenizer, Vocabulary
+from raycl.training.pools import pools_of
 from raycl.training.process import autocast, available_cores
 
 # Measured along with twice as many: the difference excludes costs that do not grow with the rows.
 FEW_ROWS = 4
+_MOST_ROWS = 256  # that are encoded to measure a row without a graph
+_GROWTH = 1.7  # of the peak with twice the rows: then rows, and not the weights of a layer, are most of it
 
 
 @final
@@ -31,7 +34,8 @@ class MemoryProfile:
 
     The tuples have one entry per side (query and key towers) or, for a single tower, per size of its views: the activations of a row, its
     part that stays while the chunks of other rows are embedded, and the row's own input. A prediction head, if any, has
-    the bytes ``prediction_head``, and each row in it ``predictions``.
+    the bytes ``prediction_head``, and each row in it ``predictions``. ``encoded`` has the bytes of a row that is only encoded, if
+    the run has a pool of encoders.
     """
 
     process: float
@@ -42,6 +46,7 @@ class MemoryProfile:
     inputs: tuple[float, ...]
     prediction_head: float = 0.0
     predictions: float = 0.0
+    encoded: tuple[float, ...] = ()
 
     @property
     def learned(self) -> float:
@@ -64,6 +69,7 @@ def profile_memory(config: RunConfig, stage: Stage, tokenizer: Tokenizer | None)
     is_pair = isinstance(towers, TwoTowers)
     sides = [towers.query, towers.key_tower] if is_pair else [towers] * len(make_inputs)
     measured = [_profile_tower(config, stage, *side) for side in zip(sides, make_inputs, strict=True)]
+    encoding = zip(sides, make_inputs, strict=True) if pools_of(config) else ()
     return MemoryProfile(
         process=process,
         parameters=sum(each.nbytes for each in towers.parameters()),
@@ -73,6 +79,7 @@ def profile_memory(config: RunConfig, stage: Stage, tokenizer: Tokenizer | None)
         inputs=tuple(make(1).nbytes for make in make_inputs),
         prediction_head=0.0 if head is None else sum(each.nbytes for each in head.parameters()),
         predictions=0.0 if head is None else _activations_of_head(config, head),
+        encoded=tuple(_bytes_to_encode(config, *side) for side in encoding),
     )
 
 
@@ -94,6 +101,21 @@ def _profile_tower(
         return activations, 0.0
     waiting = max(0.0, peak(4 * FEW_ROWS, 2) - peak(2 * FEW_ROWS, 2)) / (2 * FEW_ROWS)
     return activations, waiting
+
+
+@torch.no_grad()
+def _bytes_to_encode(config: RunConfig, tower: Tower, make_inputs: Callable[[int], Tensor]) -> float:
+    """Return the bytes of a row in a forward pass without a graph, rather too many."""
+
+    def peak(num_rows: int) -> float:
+        rows = make_inputs(num_rows)
+        with autocast(config.tower_precision, rows.device):
+            return peak_bytes(lambda: tower(rows))
+
+    num_rows, before, found = FEW_ROWS, peak(FEW_ROWS), peak(2 * FEW_ROWS)
+    while found < _GROWTH * before and 2 * num_rows < _MOST_ROWS:
+        num_rows, before, found = 2 * num_rows, found, peak(4 * num_rows)
+    return found / (2 * num_rows)
 
 
 def _activations_of_head(config: RunConfig, head: Tower) -> float:

@@ -37,7 +37,7 @@ from raycl.training.pools import prepare_encoder
 
 Numbers = NDArray[np.int64]
 
-_BATCH = 256  # texts that a tower embeds together
+TEXTS_TOGETHER = 256  # that a tower embeds
 # Texts that an encoder embeds in one request, with the same weights. It must answer in time, on a single CPU too.
 _BLOCK, _BLOCK_TOKENS = 1_024, 32_768
 _RETRY_S, _MAX_RETRY_S = 0.5, 30.0  # after a failure; longer after each of several without an encoder
@@ -87,8 +87,8 @@ class PairEncoder:
         tower = self._towers.query if side == "query" else self._towers.key_tower
         order = np.argsort(texts.lengths, kind="stable")  # texts of similar lengths need less padding
         batches = (
-            torch.from_numpy(texts.take(order[start : start + _BATCH]).padded()).to(self._device)
-            for start in range(0, len(order), _BATCH)
+            torch.from_numpy(texts.take(order[start : start + TEXTS_TOGETHER]).padded()).to(self._device)
+            for start in range(0, len(order), TEXTS_TOGETHER)
         )
         found = embed(tower, batches, precision=self._precision).numpy()
         rows = np.empty_like(found)

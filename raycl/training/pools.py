@@ -54,13 +54,19 @@ def label_of(pool: PoolConfig) -> dict[str, str]:
     return {name: value} if name else {}
 
 
+def nodes_for(pool: PoolConfig) -> list[dict[str, Any]]:
+    """Return the living nodes that have the label of a pool."""
+    label = label_of(pool).items()
+    return [node for node in ray.nodes() if node["Alive"] and label <= node["Labels"].items()]
+
+
 def check_pools(config: RunConfig, *, workers: int) -> None:
     """Raise ``ConfigError`` if the fewest encoders have too few CPUs or GPUs beside the workers, or no node has their label."""
     have = ray.cluster_resources()
     num_cpus, num_gpus = have.get("CPU", 0.0), max(0.0, have.get("GPU", 0.0) - workers * config.gpu)
     for name, pool in pools_of(config).items():
-        (least, _), label = pool.actor_range, label_of(pool).items()
-        if label and not any(label <= node["Labels"].items() for node in ray.nodes() if node["Alive"]):
+        least, _ = pool.actor_range
+        if pool.node_label and not nodes_for(pool):
             raise ConfigError(
                 f"no node has the label {pool.node_label} of {name}.node_label; name one that a node has, or set "
                 "autoscaling=true if the cluster will grow"

@@ -1,0 +1,88 @@
+"""Estimates of the memory of processes, and the memory of nodes that they are compared with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+from raycl.config import RunConfig
+from raycl.display import format_bytes
+from raycl.doctor.nodes import Node, NodeAnswer, NodeInfo, ask_nodes, gpu_memory
+
+# Allocators keep freed memory: real workers took 1.14 to 1.32 times the sum of the parts (docs/doctor.md).
+ALLOCATOR = 4 / 3
+CUDA_BYTES = 2.0**30  # context, workspaces of cuDNN, blocks that the allocator keeps
+_RESERVED = 0.05  # of a node's memory: above 95% Ray kills workers
+
+Answers = Sequence[NodeAnswer[NodeInfo]]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes of a worker by purpose, in its largest stage, whose index is ``stage``.
+
+    ``on_gpu`` names the parts that are on the GPU, if the run has one.
+    """
+
+    stage: int
+    parts: dict[str, float]
+    on_gpu: frozenset[str]
+
+    @property
+    def total(self) -> float:
+        """All bytes of a worker, with the allocator's share."""
+        return ALLOCATOR * sum(self.parts.values())
+
+    @property
+    def gpu(self) -> float:
+        """The bytes on the GPU, with the allocator's share."""
+        return ALLOCATOR * sum(num_bytes for name, num_bytes in self.parts.items() if name in self.on_gpu)
+
+    @property
+    def host(self) -> float:
+        """The bytes in the node's memory, with the allocator's share."""
+        return self.total - self.gpu
+
+    def __str__(self) -> str:
+        parts = sorted(self.parts.items(), key=lambda part: -part[1])
+        shown = [f"{name} {format_bytes(num_bytes)}" for name, num_bytes in parts if num_bytes >= 2**20]
+        return ", ".join([*shown, "and a third for the allocator"])
+
+    def remedy(self, config: RunConfig) -> str:
+        """Return how to lower the largest part by settings that act in this run."""
+        parts = self.parts
+        if parts["negatives"] > max(parts["activations"], parts["waiting rows"]):
+            if config.negatives.mined.num:
+                return "lower negatives.mined.candidates, of which each worker has a table"
+            if config.negatives.store == "queue":
+                return "lower negatives.capacity, or set bank.dtype=float16"
+            if config.bank.location == "worker":
+                return "set bank.location=actor, so that actors hold the slots of all samples once"
+            return "take nodes with more memory, since each worker has the ids of all samples"
+        if parts["weights"] > parts["activations"]:
+            return "take a smaller encoder, or nodes with more memory"
+        return f"lower --batch-size, set stages.{self.stage}.chunk_size, or use more workers and nodes"
+
+
+def workers_on(node: Node, config: RunConfig, num_cpus: float) -> int:
+    """Return the most workers that Ray may place on a node of a cluster with ``num_cpus``."""
+    workers = max(config.workers_of(stage) for stage in config.stages)
+    if config.gpu:
+        return min(workers, int(node.num_gpus))
+    if config.cpus_per_worker is not None:
+        return min(workers, int(node.num_cpus / config.cpus_per_worker))
+    if num_cpus >= workers:
+        return min(workers, int(node.num_cpus))
+    return workers if node.num_cpus else 0  # each takes a fraction of a CPU
+
+
+def available_memory(answer: NodeAnswer[NodeInfo]) -> float:
+    """Return the bytes of a node's memory that Ray lets workers use."""
+    info = answer.value
+    return 0.0 if info is None else info.free_memory - _RESERVED * info.memory
+
+
+def smallest_gpu(nodes: Sequence[Node]) -> float | None:
+    """Return the least memory of a free GPU of these nodes, in bytes; None if none is free."""
+    answers = ask_nodes([node for node in nodes if node.num_gpus >= 1], gpu_memory, num_gpus=1)
+    return min((memory for answer in answers for _, memory in answer.value or ()), default=None)
