@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from raycl.batchnorm import synchronize
 from raycl.distributed import all_agree, check_equal, mean_over_workers, rank
+from raycl.distributed.device_copy import StateDownload
 from raycl.gradient_cache import embed_in_chunks
 from raycl.losses import clip, hinge, info_nce, nce, nt_xent
 from raycl.models.image import build_image_encoder
@@ -272,6 +273,23 @@ def test_the_backend_supports_every_dtype_that_raycl_sends(process_group: str, d
         ):
             work.wait()
         assert received.equal(rows)
+
+
+def test_a_state_arrives_as_it_was_although_later_steps_change_it() -> None:
+    on_gpu = DEVICE.type == "cuda"
+    network = build_image_encoder("resnet18", image_size=32).to(DEVICE)
+    network.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    state = network.state_dict()
+    expected = {name: each.cpu().clone() for name, each in state.items()}
+    copied = StateDownload(state, torch.cuda.Stream(DEVICE) if on_gpu else None)
+    if on_gpu:  # state on the host is not copied
+        for each in state.values():
+            each.zero_()
+    arrived = copied.arrived()
+    assert copied.has_arrived()
+    assert arrived.keys() == expected.keys()
+    assert all(arrived[name].equal(each) for name, each in expected.items())
+    assert all(each.device.type == "cpu" for each in arrived.values())
 
 
 def test_workers_agree(process_group: str) -> None:

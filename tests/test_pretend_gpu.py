@@ -1,6 +1,7 @@
 """All GPU code on a pretend GPU: devices never mix, waits are few, and values equal the CPU's."""
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import torch.nn.functional as F
 
 from raycl.config.overrides import override
 from raycl.data.in_memory import Batch
+from raycl.distributed.device_copy import StateDownload
 from raycl.evaluation.embed import ROWS_AHEAD, embed
 from raycl.models.build import complete_spec, encoder_specs
 from raycl.models.encoder_io import ImageEncoder, TextEncoder
 from raycl.storage import Place
 from raycl.tokenization import Vocabulary
 from raycl.training.evaluators import KnnEvaluator, RetrievalEvaluator, SnapshotWriter
+from raycl.training.key_encoders import KeyClient
 from raycl.training.stores import bank_spec, build_store
 from tests.pretend_gpu import CPU, CUDA, is_on_device
 from tests.pretended_steps import (
@@ -148,6 +151,84 @@ def test_a_monitored_step_adds_no_wait_except_for_the_mean_over_workers(workers:
         trace.clear()
         stepped.measure()
         assert trace.waits.total() == 2 * (workers - 1)
+
+
+@dataclass
+class Published:
+    """A pool that keeps the weights of each step."""
+
+    weights: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def begin(self) -> str:
+        return "attempt"
+
+    def publish(self, weights: Any, *, step: int, attempt: str) -> None:
+        self.weights[step] = {name: each.copy() for name, each in weights.items()}
+
+
+@pytest.mark.parametrize(("every", "expected"), [(1, [0, 1, 2, 3, 4, 5]), (2, [0, 2, 4])])
+def test_published_weights_are_those_of_their_step_and_cost_the_host_no_wait(
+    every: int, expected: list[int]
+) -> None:
+    case = CASES["moco_v2"]
+    settings = {"momentum_encoder.location": "actors", "momentum_encoder.publish_every": every}
+    config, pool, waits, states = override(configuration(case), settings), Published(), [], []
+    with pretended() as trace:
+        worker = Worker(case)
+        assert worker.learner.momentum_encoder is not None
+        encoder = worker.learner.momentum_encoder.tower
+        client = KeyClient(pool, config, CUDA)  # type: ignore[arg-type]
+        client.begin(encoder, step=0)
+        side: Any = client._side_stream
+        for step, views in enumerate(worker.maker.views(worker.batches(6))):
+            states.append({name: each.cpu().numpy().copy() for name, each in encoder.state_dict().items()})
+            trace.clear()
+            worker.step(views, step)
+            client.publish(encoder, step=step + 1)
+            waits.append(trace.counts[:2])
+            num_sent = len(pool.weights)
+            client.publish(encoder, step=step + 1)
+            assert len(pool.weights) == num_sent, "the copy is not complete"
+            side.finish(side.launched, {})
+    assert waits == [tuple(COUNTS["moco_v2|1"]["step"][:2])] * 6
+    assert list(pool.weights) == expected
+    for step, weights in pool.weights.items():
+        assert weights.keys() == states[step].keys()
+        for name, each in weights.items():
+            np.testing.assert_array_equal(each, states[step][name])
+            assert each.dtype == states[step][name].dtype
+
+
+def test_a_slow_copy_is_not_replaced_by_a_newer_one() -> None:
+    config = override(configuration(CASES["moco_v2"]), {"momentum_encoder.location": "actors"})
+    pool, layer = Published(), torch.nn.Linear(3, 1)
+    with pretended():
+        layer.to(CUDA)
+        client = KeyClient(pool, config, CUDA)  # type: ignore[arg-type]
+        client.begin(layer, step=0)
+        side: Any = client._side_stream
+        for step in (1, 2, 3):
+            client.publish(layer, step=step)
+        side.finish(side.launched, {})
+        client.publish(layer, step=4)
+    assert list(pool.weights) == [0, 1]
+
+
+def test_a_state_of_all_sizes_is_packed_and_unpacked() -> None:
+    values = [
+        torch.arange(3.0),
+        torch.tensor(7),
+        torch.arange(5).half(),
+        torch.tensor([True]),
+        torch.rand(2, 3).T,
+    ]
+    with pretended():
+        state = {str(number): each.to(CUDA) for number, each in enumerate(values)}
+        arrived = StateDownload(state, torch.cuda.Stream()).arrived()
+    assert arrived.keys() == state.keys()
+    for number, each in enumerate(values):
+        assert arrived[str(number)].dtype == each.dtype
+        assert arrived[str(number)].equal(each)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

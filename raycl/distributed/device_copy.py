@@ -1,6 +1,6 @@
 """Asynchronous copies between the host and a device."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Any, final
@@ -52,6 +52,42 @@ class Download:
         if self._done is not None:
             self._done.synchronize()
         return self._arriving
+
+
+@final
+class StateDownload:
+    """A copy of a network's state to the host, beside the steps that follow; they may change the state at once.
+
+    The current stream packs the tensors, and ``stream`` copies them in one transfer. State on the host is not copied.
+    """
+
+    def __init__(self, state: Mapping[str, Tensor], stream: torch.cuda.Stream | None) -> None:
+        """``stream`` is a side stream of the device, None for state on the host."""
+        # Large items first: so each begins at a multiple of its size.
+        self._state = dict(sorted(state.items(), key=lambda item: -item[1].element_size()))
+        self._stream, self._done = stream, None
+        if stream is None:
+            return
+        packed = torch.cat([each.detach().reshape(-1).view(torch.uint8) for each in self._state.values()])
+        stream.wait_stream(torch.cuda.current_stream(packed.device))
+        packed.record_stream(stream)
+        with torch.cuda.stream(stream):
+            self._arriving = packed.to("cpu", non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record(stream)
+
+    def has_arrived(self) -> bool:
+        """Whether the copy is complete; never waits."""
+        return self._done is None or self._done.query()
+
+    def arrived(self) -> dict[str, Tensor]:
+        """Return the state; wait until the copy is complete."""
+        if self._done is None:
+            return self._state
+        self._done.synchronize()
+        starts = accumulate((each.nbytes for each in self._state.values()), initial=0)
+        named = zip(self._state.items(), starts, strict=False)
+        return {name: _part(self._arriving, start, each) for (name, each), start in named}
 
 
 def _key(tensor: Tensor) -> tuple[object, ...]:

@@ -17,7 +17,7 @@ from raycl.config import RunConfig, Stage
 from raycl.data.images import Pixels
 from raycl.data.in_memory import Batch, pixels_of
 from raycl.distributed import all_agree, num_workers, rank
-from raycl.distributed.device_copy import upload
+from raycl.distributed.device_copy import StateDownload, upload
 from raycl.gradient_cache import embed_in_chunks
 from raycl.models.build import build_towers
 from raycl.tokenization import Vocabulary
@@ -125,22 +125,34 @@ class KeyClient:
         self._views = range(full_views) if config.has_prediction_head else (1,)
         self._pending: deque[list[_Part]] = deque()
         self._waited_s, self._num_encoders = 0.0, 0
-        self._attempt, self._published_step, self._publication = "", -1, None
+        self._attempt, self._publication = "", None
+        self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copy: StateDownload | None = None  # of the weights before this step
+        self._copied_step = -1
         self._ages: list[NDArray[np.int64]] = []
         self._num_own = 0
 
     def begin(self, encoder: nn.Module, *, step: int) -> None:
         """Publish the momentum encoder as it is before this step, in place of all weights before; for all workers."""
         if rank() == 0:
-            self._attempt, self._publication = self._pool.begin(), None
-            self._publish(encoder, step)
+            self._attempt = self._pool.begin()
+            self._start_copy(encoder, step)
+            self._send_copy()
 
     def publish(self, encoder: nn.Module, *, step: int) -> None:
-        """Publish the momentum encoder as it is before this step, if that is due; rank 0 publishes."""
-        if rank() != 0 or step - self._published_step < self._every:
+        """Publish the momentum encoder as it is before this step, if that is due; rank 0 publishes.
+
+        On a GPU the copy to the host continues beside the next step, and its weights are sent after that step.
+        """
+        if rank() != 0:
             return
-        if self._publication is None or ray.wait([self._publication], timeout=0)[0]:
-            self._publish(encoder, step)
+        self._send_arrived()
+        is_free = self._copy is None and (
+            self._publication is None or ray.wait([self._publication], timeout=0)[0]
+        )
+        if is_free and step - self._copied_step >= self._every:
+            self._start_copy(encoder, step)
+            self._send_arrived()
 
     def sent_ahead(
         self, batches: Iterator[Batch], settings: StageSettings, *, epoch: int, start: int
@@ -189,10 +201,19 @@ class KeyClient:
             "key_encoders": float(self._num_encoders),
         }
 
-    def _publish(self, encoder: nn.Module, step: int) -> None:
-        weights = {name: each.cpu().numpy() for name, each in encoder.state_dict().items()}
-        self._publication = self._pool.publish(weights, step=step, attempt=self._attempt)
-        self._published_step = step
+    def _start_copy(self, encoder: nn.Module, step: int) -> None:
+        self._copy, self._copied_step = StateDownload(encoder.state_dict(), self._side_stream), step
+
+    def _send_arrived(self) -> None:
+        """Send the weights on their way to the host, if they are there."""
+        if self._copy is not None and self._copy.has_arrived():
+            self._send_copy()
+
+    def _send_copy(self) -> None:
+        assert self._copy is not None, "a copy is started before it is sent"
+        weights = {name: each.numpy() for name, each in self._copy.arrived().items()}
+        self._publication = self._pool.publish(weights, step=self._copied_step, attempt=self._attempt)
+        self._copy = None
 
     def _next(self, drawn: deque[tuple[Batch, list[_Part]]]) -> Batch:
         batch, parts = drawn.popleft()
