@@ -1,12 +1,14 @@
 import asyncio
+import os
 from collections.abc import Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from ray.exceptions import RayActorError
 
-from raycl.training.encoder_pool import ActorLauncher, Encoded, PoolActor
+from raycl.training.encoder_pool import ActorLauncher, Encoded, PoolActor, start_pool
 
 
 class Method:
@@ -374,3 +376,29 @@ def test_a_released_pool_holds_no_encoder_until_weights_are_published() -> None:
         assert found.step == 5
 
     run(check())
+
+
+def ray_with_a_noisy_core() -> SimpleNamespace:
+    """Return a Ray whose core writes a line to stderr at the start of an actor."""
+
+    def start(*_: Any) -> str:
+        os.write(2, b"core_worker.cc: an actor has constructor arguments in the object store\n")
+        return "actor"
+
+    return SimpleNamespace(
+        remote=lambda **_: lambda _: SimpleNamespace(remote=start),
+        get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "0" * 56),
+        put=lambda value: value,
+        get=None,
+        kill=lambda _: None,
+    )
+
+
+def test_a_pool_starts_without_lines_of_rays_core(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("raycl.training.encoder_pool.ray", ray_with_a_noisy_core())
+    with start_pool(lambda: None, least=1, most=1, resources={"CPU": 1}) as pool:  # type: ignore[arg-type]
+        os.write(2, b"later\n")
+    assert pool.actor == "actor"
+    assert capfd.readouterr().err == "later\n"

@@ -1,7 +1,9 @@
 """Negatives mined during training: the corpus, the search with a frozen encoder, and the draws of a batch."""
 
+import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -36,9 +38,10 @@ from raycl.training.driver import check_cluster
 from raycl.training.encoder_pool import Encoded
 from raycl.training.mined import MinedNegatives, MinedTable
 from raycl.training.miner import Miner, News, PairEncoder, Search
-from raycl.training.mining import MinerClient
+from raycl.training.mining import MinerClient, start_miner
 from raycl.training.transforms import PairTransform
 from tests.pairs import clicks, rows_of, small_config, vocabulary
+from tests.test_encoder_pool import ray_with_a_noisy_core
 
 pytestmark = pytest.mark.usefixtures("one_thread", "process_settings")
 
@@ -321,6 +324,18 @@ def test_a_miner_that_waits_for_encoders_follows_a_new_group_at_once(monkeypatch
         time.sleep(0.01)
     miner.publish("second", 20, numpy_weights(towers()))
     assert newest_table(miner, "second").query_step == 20
+
+
+def test_a_miner_starts_without_lines_of_rays_core(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("raycl.training.mining.ray", ray_with_a_noisy_core())
+    monkeypatch.setattr("raycl.training.mining.open_pool", lambda *_, **__: nullcontext("pool"))
+    job: Any = SimpleNamespace(config=CONFIG, coordinator=None, vocabulary="some", network=None, corpus=None)
+    with start_miner(job, None, None) as miner:  # type: ignore[arg-type]
+        os.write(2, b"later\n")
+    assert miner == "actor"
+    assert capfd.readouterr().err == "later\n"
 
 
 # Draws

@@ -20,6 +20,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycl.errors import first_line, last_line
+from raycl.ray_runtime import without_stderr
 
 # An encoder without an answer counts as lost after this time, or a multiple of the longest answer so far; Ray
 # notices dead nodes earlier.
@@ -399,7 +400,9 @@ def start_pool(
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     own: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": here}
     launcher = ActorLauncher(options)
-    actor: Any = ray.remote(**own)(PoolActor).remote(launcher, least, most, report, interval_s)
+    # Ray's core prints that arguments with references must live: they do, as long as this driver.
+    with without_stderr():
+        actor: Any = ray.remote(**own)(PoolActor).remote(launcher, least, most, report, interval_s)
     try:
         yield EncoderPool(actor, ray.put(build))
     finally:

@@ -21,6 +21,7 @@ from raycl.errors import ConfigError
 from raycl.models.towers import Towers
 from raycl.negatives.bank import Bank
 from raycl.negatives.spec import BankSpec
+from raycl.ray_runtime import without_stderr
 from raycl.training.corpus import build_corpus
 from raycl.training.job import Job
 from raycl.training.mined import MinedNegatives, MinedTable
@@ -86,7 +87,9 @@ def start_miner(job: Job, matches: ray.ObjectRef, bank: Bank) -> Iterator[Any]:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": here}
         actor: Any = ray.remote(**options)(Miner)
-        miner = actor.remote(mined, job.corpus, matches, bank, pool, coordinator)
+        # Ray's core prints that arguments with references must live: they do, as long as this driver.
+        with without_stderr():
+            miner = actor.remote(mined, job.corpus, matches, bank, pool, coordinator)
         try:
             yield miner
         finally:
