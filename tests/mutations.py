@@ -86,9 +86,23 @@ MUTATIONS = [
     Mutation(
         "a known match becomes a mined negative",
         "raycl/training/miner.py",
-        "kept = np.flatnonzero(~np.isin(documents, known))[:k]",
-        "kept = np.arange(len(documents))[:k]",
+        "kept = np.flatnonzero((documents >= 0) & ~np.isin(documents, known))[:k]",
+        "kept = np.flatnonzero(documents >= 0)[:k]",
         "tests/test_mined.py",
+    ),
+    Mutation(
+        "an unshown caption of an image in the batch is a negative of it",
+        "raycl/training/transforms.py",
+        "[text_id, batch.sample_id]",
+        "[text_id, text_id]",
+        "tests/test_mined_lists.py",
+    ),
+    Mutation(
+        "a new miner of a stream does not get the known rows",
+        "raycl/training/mining.py",
+        "            self._num_restarts += 1\n            self._send_rows()",
+        "            self._num_restarts += 1",
+        "tests/test_mined_stream.py",
     ),
     Mutation(
         "a random negative may match its query",

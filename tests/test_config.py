@@ -226,6 +226,22 @@ TWO_TOWERS = {  # a recipe and its settings, the error, and a setting that remov
         "siglip cannot use mined negatives; set negatives.mined.num=0, or loss to info_nce, clip or hinge",
         "negatives.mined.num=0",
     ),
+    "clip negatives.mined.num=2 stages.0.loss=siglip": (
+        "siglip cannot use mined negatives; set negatives.mined.num=0, or loss to info_nce, clip or hinge",
+        "stages.0.loss=info_nce",
+    ),
+    "simcse negatives.mined.num=2 stages.0.loss=nt_xent": (
+        "nt_xent cannot use mined negatives; set negatives.mined.num=0, or loss to info_nce or hinge",
+        "stages.0.loss=hinge",
+    ),
+    "simcse negatives.mined.num=2 prediction_head.num_layers=2": (
+        "negatives.mined.num 2 is incompatible with a prediction head, which queries pass and documents do not;",
+        "prediction_head.num_layers=0",
+    ),
+    "simcse negatives.mined.num=2 batchnorm=shuffled": (
+        "negatives.mined.num 2 is incompatible with batchnorm shuffled, which has groups of two views alone;",
+        "batchnorm=synchronized",
+    ),
     "two_tower negatives.mined.num=2 stages.0.logq_correction=simple": (
         "logq_correction simple assumes documents drawn by their frequency, and mined negatives are not; set it to none",
         "stages.0.logq_correction=none",

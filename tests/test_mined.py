@@ -37,7 +37,7 @@ from raycl.training.corpus import Built, Corpus, build_corpus
 from raycl.training.driver import check_cluster
 from raycl.training.encoder_pool import Encoded
 from raycl.training.mined import MinedNegatives, MinedTable
-from raycl.training.miner import Miner, News, PairEncoder, Search
+from raycl.training.miner import CorpusEncoder, Miner, News, Rows, Search
 from raycl.training.mining import MinerClient, start_miner
 from raycl.training.transforms import PairTransform
 from tests.pairs import clicks, rows_of, small_config, vocabulary
@@ -53,8 +53,8 @@ CONFIG = small_config(settings={"negatives.mined.num": 2, "negatives.mined.candi
 class LocalBank:
     """A bank of one shard in this process."""
 
-    def __init__(self, corpus: Corpus, dim: int = 16) -> None:
-        self.ids = np.sort(corpus.bank_id)
+    def __init__(self, bank_id: NDArray[np.int64], dim: int = 16) -> None:
+        self.ids = np.sort(bank_id)
         settings: dict[str, Any] = {"dim": dim, "capacity": len(self.ids), "momentum": 0.0}
         self.spec = BankSpec(name="local", kind="memory_bank", output="/", **settings)
         self.incarnation = "first"
@@ -98,14 +98,16 @@ def numpy_weights(network: TwoTowers) -> dict[str, NDArray[Any]]:
 
 def search_of(built: Built, bank: Any, weights: dict[str, NDArray[Any]], **settings: Any) -> Search:
     """Return a search with one encoder, at step 7."""
-    encoder = PairEncoder(CONFIG, vocabulary())
+    encoder = CorpusEncoder(CONFIG, vocabulary())
     encoder.load(weights)
 
-    def encode(side: SideName, blocks: Iterator[Tokens]) -> Iterator[Encoded]:
+    def encode(side: SideName, blocks: Iterator[Rows]) -> Iterator[Encoded]:
         return (Encoded(encoder.encode(texts, side=side), 7, 1) for texts in blocks)
 
     mined = CONFIG.negatives.mined.model_copy(update=settings)
-    return Search(mined, built.corpus, built.matches, bank, encode)
+    found = Search(mined, bank, built.corpus.bank_id, encode)
+    found.use(*built)
+    return found
 
 
 @torch.no_grad()
@@ -122,7 +124,7 @@ def embedded(texts: Sequence[str], network: TwoTowers, *, of_queries: bool) -> t
 @pytest.mark.parametrize("max_relative_score", [1.0, 0.9])
 def test_the_miner_finds_the_negatives_of_raycl_mine_with_the_same_encoder(max_relative_score: float) -> None:
     built, network = build_corpus(held_rows(), explicit=True), towers()
-    bank = LocalBank(built.corpus)
+    bank = LocalBank(built.corpus.bank_id)
     search_in_bank = search_of(built, bank, numpy_weights(network), max_relative_score=max_relative_score)
     search_in_bank.embed_documents()
     table = search_in_bank.mine()
@@ -152,6 +154,7 @@ def test_the_miner_finds_the_negatives_of_raycl_mine_with_the_same_encoder(max_r
         (q,), (d,) = text_ids([row["query"]], "query"), text_ids([row["document"]], "document")
         expected[q, d] = text_ids(row["negatives"], "document")[num_explicit:]
     corpus = built.corpus
+    assert isinstance(corpus.query, Tokens)
     names = corpus.document.text_id
     got = {
         (int(corpus.query.text_id[q]), int(names[d])): names[row[row >= 0]].tolist()
@@ -166,10 +169,11 @@ def test_a_table_holds_the_nearest_documents_of_a_plain_search_in_float64() -> N
     rows = {role: ROWS[role] for role in ("query", "document")}
     built, network = build_corpus(held_rows(rows), explicit=True), towers()
     corpus = built.corpus
-    bank = LocalBank(corpus)
+    bank = LocalBank(corpus.bank_id)
     search_in_bank = search_of(built, bank, numpy_weights(network), max_relative_score=1.0)
     search_in_bank.embed_documents()
     table = search_in_bank.mine()
+    assert isinstance(corpus.query, Tokens)
     query, document = network.double()(
         torch.from_numpy(corpus.query.padded()), torch.from_numpy(corpus.document.padded())
     )
@@ -188,11 +192,11 @@ def test_long_texts_are_embedded_in_smaller_blocks_so_that_a_slow_encoder_answer
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limit, built, blocks = 30, build_corpus(held_rows(), explicit=True), list[Tokens]()
-    search_in_bank = search_of(built, LocalBank(built.corpus), numpy_weights(towers()))
+    search_in_bank = search_of(built, LocalBank(built.corpus.bank_id), numpy_weights(towers()))
     encode = search_in_bank._encode
 
-    def note(side: SideName, texts: Iterator[Tokens]) -> Iterator[Encoded]:
-        blocks.extend(texts)
+    def note(side: SideName, texts: Iterator[Rows]) -> Iterator[Encoded]:
+        blocks.extend(each for each in texts if isinstance(each, Tokens))
         return encode(side, iter(blocks))
 
     monkeypatch.setattr(miner_module, "_BLOCK_TOKENS", limit)
@@ -210,7 +214,7 @@ def test_long_texts_are_embedded_in_smaller_blocks_so_that_a_slow_encoder_answer
 
 def test_rows_of_a_shard_that_lost_them_and_of_later_steps_are_embedded_first() -> None:
     built = build_corpus(held_rows(), explicit=True)
-    bank = LocalBank(built.corpus)
+    bank = LocalBank(built.corpus.bank_id)
     search_in_bank = search_of(built, bank, numpy_weights(towers()))
     search_in_bank.embed_documents()
     ages = search_in_bank._row_step
@@ -230,7 +234,7 @@ class LocalPool:
     """A pool of one encoder in this process; its first ``num_lost`` requests find none."""
 
     def __init__(self, num_lost: int = 0) -> None:
-        self.encoder, self.num_lost, self.steps = PairEncoder(CONFIG, vocabulary()), num_lost, list[int]()
+        self.encoder, self.num_lost, self.steps = CorpusEncoder(CONFIG, vocabulary()), num_lost, list[int]()
         self.waited = list[float]()
 
     def begin(self) -> str:
@@ -269,14 +273,14 @@ def test_a_miner_mines_with_the_newest_weights_of_the_latest_group_and_waits_for
     )
     expected = []
     for each in weights:
-        in_bank = search_of(built, LocalBank(built.corpus), each)
+        in_bank = search_of(built, LocalBank(built.corpus.bank_id), each)
         in_bank.embed_documents()
         expected.append(in_bank.mine().document)
     assert not np.array_equal(*expected)
     pool, notices = LocalPool(num_lost=3), MagicMock()
-    bank: Any = LocalBank(built.corpus)
+    bank: Any = LocalBank(built.corpus.bank_id)
     local: Any = pool
-    miner = Miner(CONFIG.negatives.mined, *built, bank, local, notices)
+    miner = Miner(CONFIG.negatives.mined, *built, bank, built.corpus.bank_id, local, notices)
     assert miner.news("first", "").table is None
     miner.publish("first", 40, weights[0])
     first = newest_table(miner, "first")
@@ -304,8 +308,8 @@ def test_a_miner_without_encoders_asks_and_publishes_less_and_less_often(
     monkeypatch.setattr(miner_module, "_RETRY_S", 0.01)
     monkeypatch.setattr(miner_module, "_MAX_RETRY_S", 0.04)
     built = build_corpus(held_rows(), explicit=True)
-    pool, bank = LocalPool(num_lost=8), LocalBank(built.corpus)
-    miner = Miner(CONFIG.negatives.mined, *built, bank, pool, MagicMock())  # type: ignore[arg-type]
+    pool, bank = LocalPool(num_lost=8), LocalBank(built.corpus.bank_id)
+    miner = Miner(CONFIG.negatives.mined, *built, bank, built.corpus.bank_id, pool, MagicMock())  # type: ignore[arg-type]
     miner.publish("first", 40, numpy_weights(towers()))
     newest_table(miner, "first")
     # The first requests are sent ahead, and find that the encoders start.
@@ -317,8 +321,8 @@ def test_a_miner_without_encoders_asks_and_publishes_less_and_less_often(
 def test_a_miner_that_waits_for_encoders_follows_a_new_group_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(miner_module, "_RETRY_S", 1_000.0)
     built = build_corpus(held_rows(), explicit=True)
-    pool, bank = LocalPool(num_lost=1), LocalBank(built.corpus)
-    miner = Miner(CONFIG.negatives.mined, *built, bank, pool, MagicMock())  # type: ignore[arg-type]
+    pool, bank = LocalPool(num_lost=1), LocalBank(built.corpus.bank_id)
+    miner = Miner(CONFIG.negatives.mined, *built, bank, built.corpus.bank_id, pool, MagicMock())  # type: ignore[arg-type]
     miner.publish("first", 40, numpy_weights(towers()))
     while pool.num_lost > 0:
         time.sleep(0.01)
@@ -331,8 +335,10 @@ def test_a_miner_starts_without_lines_of_rays_core(
 ) -> None:
     monkeypatch.setattr("raycl.training.mining.ray", ray_with_a_noisy_core())
     monkeypatch.setattr("raycl.training.mining.open_pool", lambda *_, **__: nullcontext("pool"))
-    job: Any = SimpleNamespace(config=CONFIG, coordinator=None, vocabulary="some", network=None, corpus=None)
-    with start_miner(job, None, None) as miner:  # type: ignore[arg-type]
+    job: Any = SimpleNamespace(
+        config=CONFIG, coordinator=None, vocabulary="some", network=None, corpus=None, stream=None
+    )
+    with start_miner(job, None, None, np.empty(0)) as miner:  # type: ignore[arg-type]
         os.write(2, b"later\n")
     assert miner == "actor"
     assert capfd.readouterr().err == "later\n"
@@ -549,7 +555,7 @@ def test_a_document_is_in_the_bank_under_the_least_id_of_its_rows_and_else_under
     assert [corpus.matches_of(query).tolist() for query in range(3)] == [[0], [1, 2], [0]]
     assert corpus.document_id is None
     assert np.array_equal(corpus.documents_of(corpus.bank_id), np.arange(4))
-    assert np.array_equal(np.argsort(corpus.slot), np.argsort(corpus.bank_id))
+    assert corpus.documents_of(np.array([7, d])).tolist() == [-1, 3]
     assert len(build_corpus(rows, explicit=False).corpus.document) == 3
 
 

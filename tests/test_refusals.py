@@ -52,8 +52,11 @@ REFUSED = {
     f"{GUIDED} --data ids --set data.cache=stream": "negatives.guide needs the ids of all rows before training, which",
     "train two_tower --data ids --output new --batch-size 2 --set stages.0.logq_correction=simple "
     "--set data.cache=stream": "logq_correction needs the ids of all rows before training, which streamed data",
-    "train two_tower --data ids --output new --batch-size 2 --set negatives.mined.num=1 "
-    "--set data.cache=stream": "negatives.mined needs the ids of all rows before training, which streamed data",
+    "train clip --data captions --output new --batch-size 2 --set negatives.mined.num=1 "
+    "--set data.cache=stream --set data.image_size=16": "negatives.mined embeds all images again and again, which streamed data do not keep; set",
+    "train two_tower --data ids --output new --batch-size 2 --set negatives.mined.num=1 --set data.cache=stream --set "
+    "negatives.explicit=false --set negatives.in_batch=false "
+    "--set stages.0.loss=info_nce": "streamed data before its first table, and negatives.in_batch false leaves no others",
     "train two_tower --data ids --data pairs --output new --batch-size 2 --set "
     "negatives.mined.num=1": "negatives.mined searches the documents of one data set, and there are 2; give one",
     "demo --output earlier_demo": "holds an earlier demo",

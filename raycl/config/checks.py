@@ -267,7 +267,7 @@ def _problem_of_loss(run: "RunConfig", loss: str) -> str | None:
             f"loss {loss} cannot use explicit negatives; set negatives.explicit=false, or loss to "
             f"{join_names(name for name, each in LOSSES.items() if each.pairs and each.explicit_negatives)}"
         )
-    is_mined = kind == "pairs" and run.negatives.mined.num > 0
+    is_mined = run.negatives.mined.num > 0 and not why_inactive(run, "negatives.mined")
     if store == "none" and not (in_batch or explicit or is_mined):
         store = ", or a negatives.store" if spec.stored_negatives else ""
         return f"{loss} has no negatives; set negatives.in_batch=true{store}"
@@ -335,9 +335,23 @@ def _check_mined(run: "RunConfig") -> str | None:
         )
     if problem := _problem_of_pool("negatives.mined", mined):
         return problem
+    if run.has_prediction_head:
+        return (
+            f"negatives.mined.num {mined.num} is incompatible with a prediction head, which queries pass and documents "
+            "do not; set prediction_head.num_layers=0"
+        )
+    if run.batchnorm == "shuffled":
+        return (
+            f"negatives.mined.num {mined.num} is incompatible with batchnorm shuffled, which has groups of two views "
+            "alone; set it to synchronized, group or layer"
+        )
     for stage in run.stages:
         if not LOSSES[stage.loss].explicit_negatives:
-            able = join_names(name for name, each in LOSSES.items() if each.pairs and each.explicit_negatives)
+            able = join_names(
+                name
+                for name, each in LOSSES.items()
+                if each.explicit_negatives and each.is_for_pairs <= run.has_two_towers
+            )
             return (
                 f"loss {stage.loss} cannot use mined negatives; set negatives.mined.num=0, or loss to {able}"
             )

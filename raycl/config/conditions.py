@@ -231,7 +231,7 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
     "negatives.guide": (_PAIRS,),
     "negatives.guide.margin": (_GUIDED,),
     "negatives.guide.margin_strategy": (_GUIDED, _MARGIN),
-    "negatives.mined": (_PAIRS,),
+    "negatives.mined": (_TEXTS, when("key", "tower")),
     **{
         f"negatives.mined.{name}": (_MINED,)
         for name in ("candidates", "random_fraction", "max_relative_score", "refresh", *_POOL)

@@ -424,7 +424,10 @@ class GuideConfig(Section):
 
 @final
 class MinedConfig(PoolConfig):
-    """Hard negatives from a search with the newest weights, which goes on during training (ANCE: Xiong et al., 2021)."""
+    """Hard negatives from a search with the newest weights, which goes on during training (ANCE: Xiong et al., 2021).
+
+    The queries and documents are those of pairs, images and captions, or sentences.
+    """
 
     num: Annotated[int, Field(ge=0)] = 0
     """Mined negatives of each query in a step, beside those of the data; 0 mines none."""

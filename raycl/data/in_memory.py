@@ -80,6 +80,16 @@ class InMemoryDataset:
         """Return the rows whose ids ``keep`` accepts, sorted by id, so that the order of blocks does not matter."""
         return self._chosen(keep(self.sample_id))
 
+    def only(self, role: str) -> Self:
+        """Return the same rows with the contents of this role alone."""
+        chosen = copy.copy(self)
+        chosen._formats = {role: self._formats[role]}
+        chosen._parts = [
+            part.select([name for name in part.schema.names if name.startswith(f"{role}.")])
+            for part in self._parts
+        ]
+        return chosen
+
     def labeled(self) -> Self:
         """Return the rows that have a label, sorted by id."""
         return self._chosen(self.label >= 0)

@@ -1,12 +1,13 @@
 """Datasets larger than memory: Ray Data reads them in every epoch, in a seeded order."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import final
 
 import numpy as np
+import pyarrow as pa
 import ray
 
 from raycl.data.codecs import Formats
@@ -28,7 +29,8 @@ class StreamingSampler:
     down to whole global batches. The rows of the global batch of each step do not depend on the number of workers.
     The incomplete last batch of an epoch is dropped. With several ``length_buckets``, texts of similar length form
     a batch, within the window; see :func:`bucketed`. With ``samples_per_class``, as many batches as the window
-    allows have whole groups; see :func:`grouped`.
+    allows have whole groups; see :func:`grouped`. ``on_rows`` is called with the decoded rows of this worker's
+    batches before they are used, in the thread that reads.
     """
 
     open_epoch: OpenEpoch
@@ -37,6 +39,7 @@ class StreamingSampler:
     shuffle_buffer_size: int
     length_buckets: int = 1
     samples_per_class: int | None = None
+    on_rows: Callable[[pa.Table], None] | None = None
     _reader: StreamReader = field(default_factory=StreamReader, init=False, repr=False, compare=False)
     _counts: Counter[str] = field(default_factory=Counter, init=False, repr=False, compare=False)
 
@@ -90,6 +93,8 @@ class StreamingSampler:
     ) -> Iterator[Batch]:
         size, num_grouped = share.local_batch_size, 0
         for piece in pieces:
+            if self.on_rows is not None:
+                self.on_rows(piece.rows)
             rows = InMemoryDataset([piece.rows], self.formats)
             num_grouped += piece.num_grouped
             self._counts.update(grouped=piece.num_grouped, rows=len(rows) * share.num_workers)

@@ -240,10 +240,12 @@ def estimate_memory(
 def _rows_of_sides(config: RunConfig, stage: Stage, negatives_per_pair: float) -> list[float]:
     """Return the number of rows that a worker embeds with gradients, for each side or size of views."""
     local_batch = config.local_batch_size(stage)
+    num_mined = config.negatives.mined.num
     if not config.has_two_towers:
-        return [float(local_batch * count) for count in config.views_by_size(stage).values()]
+        # Mined sentences are embedded with the views, which have one size.
+        return [float(local_batch * (count + num_mined)) for count in config.views_by_size(stage).values()]
     explicit = negatives_per_pair if config.negatives.explicit else 0.0
-    return [float(local_batch), local_batch * (1.0 + explicit + config.negatives.mined.num)]
+    return [float(local_batch), local_batch * (1.0 + explicit + num_mined)]
 
 
 def _activations(num_rows: float, stage: Stage, row: float, waiting: float) -> float:

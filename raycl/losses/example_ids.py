@@ -166,9 +166,12 @@ def _merged(own: ExampleIds, everyone: list[Parts]) -> ExampleIds:
     ours = slice(first, first + local)
     negatives = [parts[2] for parts in everyone if parts[2] is not None]
     rows = np.concatenate([key, *(each.numpy() for each in negatives)])
-    ids = merge_ids(rows, shared_id_space=own.shared_id_space)
-    called = rows if own.shared_id_space else rows[:, :1]
-    query_id = _tensor(merge_ids(query, shared_id_space=own.shared_id_space)[ours])
+    if own.shared_id_space:  # queries are keys of the other view, so a negative may be the same as both
+        both = merge_ids(np.concatenate([query, rows]), shared_id_space=True)
+        query_ids, ids, called = both[: len(query)], both[len(query) :], rows
+    else:
+        query_ids, ids, called = merge_ids(query), merge_ids(rows), rows[:, :1]
+    query_id = _tensor(query_ids[ours])
     label = own.label
     if label is not None:  # a class of its own is below 0
         label = torch.where(label >= 0, label, ~(query_id & torch.iinfo(torch.int64).max))

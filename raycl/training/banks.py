@@ -14,7 +14,7 @@ from raycl.storage import Place
 from raycl.training.checkpoint import saved_steps
 from raycl.training.driver import Printer
 from raycl.training.job import Job
-from raycl.training.mining import document_bank_spec, read_corpus, start_miner
+from raycl.training.mining import check_candidates, document_bank_spec, read_corpus, start_miner
 from raycl.training.stores import bank_spec
 
 
@@ -57,8 +57,14 @@ def open_miner(job: Job, report: Printer) -> Iterator[Job]:
     if config.negatives.mined.num == 0:
         yield job
         return
-    report("collecting the queries and documents to mine")
-    corpus, matches, document_ids = read_corpus(job)
+    corpus = matches = None
+    if job.stream is None:
+        report("collecting the queries and documents to mine")
+        corpus, matches, document_ids = read_corpus(job)
+    else:  # the documents are not known yet: a slot for each row
+        assert job.sample_id is not None, "a mined stream has the ids of its rows"
+        document_ids = ray.get(job.sample_id)
+    check_candidates(config, len(document_ids))
     spec = document_bank_spec(
         config, output=job.output.uri, name=_bank_name(job.output), num_documents=len(document_ids)
     )
@@ -66,7 +72,7 @@ def open_miner(job: Job, report: Printer) -> Iterator[Job]:
     _report(bank, report)
     try:
         job = replace(job, corpus=corpus)
-        with start_miner(job, matches, bank) as miner:
+        with start_miner(job, matches, bank, document_ids) as miner:
             yield replace(job, miner=miner)
     finally:
         if not spec.detached:

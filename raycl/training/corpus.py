@@ -1,18 +1,56 @@
-"""The corpus of a run with mined negatives: its distinct queries and documents, and which of them match."""
+"""The corpus of a run with mined negatives: its distinct queries and documents, and which of them match.
 
-from dataclasses import dataclass
+The documents are those of pairs, the captions of images, or sentences. Every kind of data becomes rows of a query and a
+document; a row of several captions or sentences becomes several of them.
+"""
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from raycl.config import RunConfig
 from raycl.data.ids import content_id
-from raycl.data.in_memory import InMemoryDataset, ids_of, texts_of, tokens_of
-from raycl.data.matches import Matches
+from raycl.data.in_memory import Batch, InMemoryDataset, ids_of, texts_of, tokens_of
+from raycl.data.matches import DistinctTexts, Matches
 from raycl.data.texts import Tokens
+from raycl.tokenization import Tokenizer
 
 _ROWS = 4_096  # of a batch in which rows are read
+_TOKENS_PER_IMAGE = 256  # an image takes about the time of so many tokens
+
+
+@final
+@dataclass(frozen=True)
+class Images:
+    """The images of samples by number, ``sample_id`` int64 [num_images], read from the rows that ``load`` returns."""
+
+    load: Callable[[], InMemoryDataset]
+    sample_id: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.sample_id)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """The work of embedding each image, as a number of tokens, int64 [num_images]."""
+        return np.full(len(self), _TOKENS_PER_IMAGE)
+
+    def take(self, numbers: NDArray[np.int64]) -> Batch:
+        """Return the images with these numbers."""
+        rows, order = self._rows
+        ids = rows.sample_id[order]
+        return rows.take(order[np.searchsorted(ids, self.sample_id[numbers])])
+
+    @cached_property
+    def _rows(self) -> tuple[InMemoryDataset, NDArray[np.intp]]:
+        """The rows without their other contents, and their positions in the order of ids."""
+        rows = self.load().only("image")
+        return rows, np.argsort(rows.sample_id, kind="stable")
 
 
 @final
@@ -21,48 +59,77 @@ class Corpus:
     """Distinct queries and documents, by number.
 
     Attributes:
-        query: the queries.
+        query: the queries: texts, or images with captions.
         document: the documents, explicit negatives among them.
         document_id: the first id of each document in the data, int64 [num_documents], the text's where it has none;
-            None if the documents of the data have no ids.
-        bank_id: the id of each document in the bank, int64 [num_documents]: the least ``sample_id`` of the rows with
-            this document, or the text's id if it is only an explicit negative.
+            None if the documents of the data have no ids. For captions and sentences, the least ``sample_id`` of
+            the rows with the text.
+        bank_id: the id of each document in the bank, int64 [num_documents]: the ``sample_id`` of the first row whose
+            first document it is, the least one if rows are sorted, or the text's id if there is none.
         positive: the query and the document of each distinct pair, int64 [num_pairs, 2].
-        sample_id: the ids of the rows, ascending, int64 [num_rows], and
-        pair: the number of each one's pair, int64 [num_rows].
+        sample_id: the ids of the rows, ascending, int64 [num_rows].
+        pair: the numbers of each row's pairs, one for each of its texts: those of row i are
+            ``pair[first_pair[i] : first_pair[i + 1]]``.
+        first_pair: int64 [num_rows + 1].
         matches: the documents that match each query, ascending: those of query q are
             ``matches[first_match[q] : first_match[q + 1]]``.
         first_match: int64 [num_queries + 1].
     """
 
-    query: Tokens
+    query: Tokens | Images
     document: Tokens
     document_id: NDArray[np.int64] | None
     bank_id: NDArray[np.int64]
     positive: NDArray[np.int64]
     sample_id: NDArray[np.int64]
     pair: NDArray[np.int64]
+    first_pair: NDArray[np.int64]
     matches: NDArray[np.int64]
     first_match: NDArray[np.int64]
 
-    def pairs_of(self, sample_id: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of the pair of each row, int64 [n]."""
-        return self.pair[np.searchsorted(self.sample_id, sample_id)]
+    def pairs_of(
+        self, sample_id: NDArray[np.int64], number: NDArray[np.int64] | None = None
+    ) -> NDArray[np.int64]:
+        """Return the number of a pair of each row, int64 [n]: the first one, or that of its text with this ``number``.
+
+        It is -1 for a row that the corpus does not have: one of a stream that was not read yet.
+        """
+        row = np.searchsorted(self.sample_id, sample_id).clip(max=len(self.sample_id) - 1)
+        place = self.first_pair[row] + (0 if number is None else number)
+        pair = self.pair[np.minimum(place, self.first_pair[row + 1] - 1)]
+        return np.where(self.sample_id[row] == sample_id, pair, -1)
 
     def matches_of(self, query: int) -> NDArray[np.int64]:
         """Return the documents that match a query, ascending."""
         return self.matches[self.first_match[query] : self.first_match[query + 1]]
 
-    @cached_property
-    def slot(self) -> NDArray[np.int64]:
-        """The slot of each document in the bank, whose slots are in the order of ids, int64 [num_documents]."""
-        slots = np.empty(len(self.bank_id), np.int64)
-        slots[self._by_id] = np.arange(len(slots))
-        return slots
-
     def documents_of(self, bank_id: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the numbers of the documents with these ids in the bank, int64 [n]."""
-        return self._by_id[np.searchsorted(self._ascending, bank_id)]
+        """Return the numbers of the documents with these ids in the bank, int64 [n]; -1 for unknown ids."""
+        place = np.searchsorted(self._ascending, bank_id).clip(max=len(self._ascending) - 1)
+        return np.where(self._ascending[place] == bank_id, self._by_id[place], -1)
+
+    @cached_property
+    def key(self) -> int:
+        """A number that is equal for corpora with the same numbers of documents and pairs."""
+        return content_id(self.bank_id.tobytes() + self.positive.tobytes())
+
+    def to_bytes(self) -> bytes:
+        """Return what draws need, all but the contents of the queries, for ``from_bytes``."""
+        named = [(each.name, getattr(self, each.name)) for each in fields(self) if each.name != "query"]
+        named += [(f"document.{each.name}", getattr(self.document, each.name)) for each in fields(Tokens)]
+        arrays: dict[str, Any] = {name: value for name, value in named if isinstance(value, np.ndarray)}
+        file = io.BytesIO()
+        np.savez(file, **arrays)
+        return file.getvalue()
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> "Corpus":
+        """Return the corpus of ``to_bytes``."""
+        arrays: dict[str, Any] = dict(np.load(io.BytesIO(content), allow_pickle=False))
+        document = Tokens(*(arrays.pop(f"document.{each.name}") for each in fields(Tokens)))
+        query = document.take(np.empty(0, np.int64))
+        arrays.setdefault("document_id", None)
+        return cls(query=query, document=document, **arrays)
 
     @cached_property
     def _by_id(self) -> NDArray[np.int64]:
@@ -78,6 +145,27 @@ class Built(NamedTuple):
 
     corpus: Corpus
     matches: Matches[int]
+
+
+def corpus_of_run(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    load: Callable[[], InMemoryDataset] | None,
+    rows: InMemoryDataset,
+) -> Built:
+    """Return the corpus of decoded rows, by their kind; ``load`` returns the rows again.
+
+    Without ``load`` they are rows of a stream, whose first texts alone are documents: a bank has a slot for each row.
+    """
+    if config.data.kind == "text":
+        return build_corpus_of_sentences(rows, first_only=load is None)
+    if config.data.kind == "image_text":
+        assert load is not None, "images of a stream are not kept"
+        return build_corpus_of_captions(rows, load)
+    prompts = config.text.query_prompt, config.text.document_prompt
+    lengths = tokenizer.num_prompt_tokens(prompts[0]), tokenizer.num_prompt_tokens(prompts[1])
+    explicit = config.negatives.explicit and load is not None
+    return build_corpus(rows, explicit=explicit, prompt_lengths=lengths)
 
 
 def build_corpus(rows: InMemoryDataset, *, explicit: bool, prompt_lengths: tuple[int, int] = (0, 0)) -> Built:
@@ -105,24 +193,118 @@ def build_corpus(rows: InMemoryDataset, *, explicit: bool, prompt_lengths: tuple
     everything = Tokens.joined([document, negatives])
     first = _first_places(matches.document.number, [*keys[1], *(key for row in other_keys for key in row)])
     documents = everything.take(first)
+    return _built(
+        matches,
+        keys,
+        query=query.take(_first_places(matches.query.number, keys[0])),
+        document=documents,
+        document_id=_document_ids(matches, documents) if has_ids else None,
+        first_document=np.array([matches.document.number[key] for key in keys[1]], np.int64),
+        sample_id=rows.sample_id,
+        counts=np.ones(len(rows), np.int64),
+    )
+
+
+def build_corpus_of_captions(rows: InMemoryDataset, load: Callable[[], InMemoryDataset]) -> Built:
+    """Return the corpus of decoded images with captions: each image matches its captions alone.
+
+    ``load`` returns the rows again, where the images are read. Raises ``DataError`` without rows.
+    """
+    captions, counts = _read_lists(rows, "caption")
+    ids = np.repeat(rows.sample_id, counts)
+    keys = ids.tolist(), captions.text_id.tolist()
+    matches = Matches[int](*keys)
+    return _built_of_lists(
+        matches, keys, Images(load, np.array(matches.query.texts, np.int64)), captions, rows, counts
+    )
+
+
+def build_corpus_of_sentences(rows: InMemoryDataset, *, first_only: bool = False) -> Built:
+    """Return the corpus of decoded sentences, which are both queries and documents.
+
+    The sentences of a row match each other and whatever these match. The pair of a sentence is the next one of its
+    row, or itself if it is alone. With ``first_only`` the first sentence of a row is its only document, and the pair
+    of all of them. Raises ``DataError`` without rows.
+    """
+    sentences, counts = _read_lists(rows, "text")
+    ends = np.cumsum(counts)
+    following = np.arange(1, len(sentences) + 1)
+    following[ends - 1] = ends - counts
+    ids = np.repeat(rows.sample_id, counts).tolist()
+    if first_only:
+        following = np.repeat(ends - counts, counts)
+        # Rows may share a sentence that is no document.
+        texts = DistinctTexts[int](sentences.text_id.tolist(), ids)
+        ids = [texts.entity[texts.number[each]] for each in sentences.text_id.tolist()]
+    keys = sentences.text_id.tolist(), sentences.text_id[following].tolist()
+    matches = Matches[int](*keys, query_ids=ids, document_ids=ids)
+    query = sentences.take(_first_places(matches.query.number, keys[0]))
+    return _built_of_lists(
+        matches, keys, query, sentences.take(following) if first_only else sentences, rows, counts
+    )
+
+
+def _built_of_lists(
+    matches: Matches[int],
+    keys: tuple[list[int], list[int]],
+    query: Tokens | Images,
+    texts: Tokens,
+    rows: InMemoryDataset,
+    counts: NDArray[np.int64],
+) -> Built:
+    """Return the corpus of lists of ``counts`` [num_rows] texts, which are the documents."""
+    number, text_id = matches.document.number, texts.text_id.tolist()
+    documents = np.array([number[each] for each in text_id], np.int64)
+    document_id = np.full(len(number), np.iinfo(np.int64).max)
+    np.minimum.at(document_id, documents, np.repeat(rows.sample_id, counts))
+    return _built(
+        matches,
+        keys,
+        query=query,
+        document=texts.take(_first_places(number, text_id)),
+        document_id=document_id,
+        first_document=documents[np.cumsum(counts) - counts],
+        sample_id=rows.sample_id,
+        counts=counts,
+    )
+
+
+def _built(
+    matches: Matches[int],
+    keys: tuple[list[int], list[int]],
+    *,
+    query: Tokens | Images,
+    document: Tokens,
+    document_id: NDArray[np.int64] | None,
+    first_document: NDArray[np.int64],
+    sample_id: NDArray[np.int64],
+    counts: NDArray[np.int64],
+) -> Built:
+    """Return the corpus of these matches, whose pairs have these ``keys``; each row has ``counts`` of the pairs.
+
+    ``first_document`` is the number of each row's first document, int64 [num_rows] as ``sample_id`` and ``counts``.
+    """
     pair_of_texts = {(q, d): number for number, (q, d) in enumerate(matches.positive.tolist())}
     number, number_of_document = matches.query.number, matches.document.number
     pair = np.array(
         [pair_of_texts[number[q], number_of_document[d]] for q, d in zip(*keys, strict=True)], np.int64
     )
-    sample_id, place = np.unique(rows.sample_id, return_index=True)
+    ids, place = np.unique(sample_id, return_index=True)
+    begin = np.cumsum(counts) - counts
+    of_rows = [pair[begin[each] : begin[each] + counts[each]] for each in place.tolist()]
     all_matches = matches.all()
-    order = np.lexsort((all_matches[:, 1], all_matches[:, 0]))
+    by_query = np.lexsort((all_matches[:, 1], all_matches[:, 0]))
     queries = np.bincount(all_matches[:, 0], minlength=len(number))
     corpus = Corpus(
-        query=query.take(_first_places(number, keys[0])),
-        document=documents,
-        document_id=_document_ids(matches, documents) if has_ids else None,
-        bank_id=_bank_ids(rows.sample_id, keys[1], matches, documents),
+        query=query,
+        document=document,
+        document_id=document_id,
+        bank_id=_bank_ids(sample_id, first_document, document),
         positive=matches.positive,
-        sample_id=sample_id,
-        pair=pair[place],
-        matches=all_matches[order, 1],
+        sample_id=ids,
+        pair=np.concatenate(of_rows),
+        first_pair=np.cumsum([0, *counts[place]]),
+        matches=all_matches[by_query, 1],
         first_match=np.cumsum([0, *queries]),
     )
     return Built(corpus, matches)
@@ -160,6 +342,14 @@ def _read(rows: InMemoryDataset, start: int, *, explicit: bool) -> _Read:
     )
 
 
+def _read_lists(rows: InMemoryDataset, role: str) -> tuple[Tokens, NDArray[np.int64]]:
+    """Return all texts of lists in this role, and the number of each row's, int64 [num_rows]."""
+    read = [texts_of(batch, role) for batch in rows.only(role).batches(_ROWS)]
+    empty = np.empty(0, np.int64)
+    texts = [Tokens(empty.astype(np.int32), empty, empty), *(each.tokens for each in read)]
+    return Tokens.joined(texts), np.concatenate([empty, *(each.counts for each in read)])
+
+
 def _split(values: list[int], counts: NDArray[np.int64]) -> list[list[int]]:
     """Split values into lists of these lengths."""
     ends = np.cumsum(counts).tolist()
@@ -192,10 +382,14 @@ def _document_ids(matches: Matches[int], documents: Tokens) -> NDArray[np.int64]
 
 
 def _bank_ids(
-    sample_id: NDArray[np.int64], keys: list[int], matches: Matches[int], documents: Tokens
+    sample_id: NDArray[np.int64], first_document: NDArray[np.int64], documents: Tokens
 ) -> NDArray[np.int64]:
+    """Return the ids in the bank; ``first_document`` [num_rows] are the first documents of these samples.
+
+    A sample that has several rows counts with its first one.
+    """
     found = documents.text_id.copy()
-    numbers = np.array([matches.document.number[key] for key in keys], np.int64)
-    found[numbers] = np.iinfo(np.int64).max
-    np.minimum.at(found, numbers, sample_id)
+    rows = np.sort(np.unique(sample_id, return_index=True)[1])
+    number, first = np.unique(first_document[rows], return_index=True)
+    found[number] = sample_id[rows[first]]
     return found

@@ -116,8 +116,8 @@ class DataModule:
             return found[self.holdout.is_train(found)]
         if self._first.source is None:
             raise DataError(
-                "a memory bank needs the ids of all samples before the first step, which a streamed dataset does "
-                "not provide; give the address of the data, or set data.cache=materialize"
+                "a memory bank and negatives.mined need the ids of all samples before the first step, which a streamed "
+                "dataset does not provide; give the address of the data, or set data.cache=materialize"
             )
         evaluated = self._evaluation_fragments() if self.holdout.test else ()
         others = [fragment for fragment in self._first.fragments if fragment not in set(evaluated)]

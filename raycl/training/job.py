@@ -1,12 +1,15 @@
 """The job that the driver passes to a group of workers."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, final
 
 import ray
 from torch import nn
 
 from raycl.config import RunConfig
+from raycl.data.codecs import Formats
 from raycl.data.columns import ColumnNames
 from raycl.data.in_memory import InMemoryDataset
 from raycl.data.split import Holdout
@@ -16,7 +19,9 @@ from raycl.negatives.bank import Bank
 from raycl.storage import Place
 from raycl.tokenization import Tokenizer, Vocabulary
 from raycl.training.coordinator import rows_in
+from raycl.training.corpus import Built, corpus_of_run
 from raycl.training.encoder_pool import EncoderPool
+from raycl.training.growing_corpus import corpus_of_bytes
 from raycl.training.mined import MinedNegatives
 from raycl.training.transforms import build_formats
 
@@ -44,12 +49,12 @@ class Job:
     """One run as its workers see it.
 
     ``blocks`` hold all decoded rows by data set; for a stream, only the rows for evaluation. ``num_train`` are the
-    training rows of each data set. ``workers`` is the minimum
-    and the maximum number of workers that were requested. ``bank`` is set if actors hold the negatives.
-    ``sample_id`` refers to the ids of the ``num_samples`` samples that a memory bank has slots for, and ``guide`` to
-    the embeddings of a guide, which each node holds once; ``corpus`` to the queries and documents of the training rows,
-    if a ``miner`` searches them. ``encoder_pool`` is set if a pool of actors encodes keys. ``began`` is when the run
-    began, in seconds since 1970, later by the time in which no driver ran. ``failure`` is the loss of the group before.
+    training rows of each data set. ``workers`` is the minimum and the maximum number of workers that were requested.
+    ``bank`` is set if actors hold the negatives. ``sample_id`` refers to the ids of the ``num_samples`` samples that a
+    memory bank has slots for, or the bank of a stream that is mined, and ``guide`` to the embeddings of a guide, which
+    each node holds once; ``corpus`` to the queries and documents of the training rows, if a ``miner`` searches them and
+    they are no stream. ``encoder_pool`` is set if a pool of actors encodes keys. ``began`` is when the run began, in
+    seconds since 1970, later by the time in which no driver ran. ``failure`` is the loss of the group before.
     """
 
     config: RunConfig
@@ -97,10 +102,27 @@ class Job:
         return together, [InMemoryDataset(each, formats) for each in tables]
 
     def mined_negatives(self) -> MinedNegatives | None:
-        """Fetch the corpus and return the negatives mined from it, if a miner searches it."""
-        if self.corpus is None:
+        """Fetch the corpus, unless it is a stream's, and return the negatives mined from it, if a miner searches it."""
+        mined, seed = self.config.negatives.mined, self.config.seed
+        if mined.num == 0:
             return None
-        return MinedNegatives(ray.get(self.corpus), self.config.negatives.mined, seed=self.config.seed)
+        if self.corpus is not None:
+            return MinedNegatives(ray.get(self.corpus), mined, seed=seed)
+        return MinedNegatives(
+            None, mined, seed=seed, load_rows=partial(corpus_of_bytes, *self.stream_corpus())
+        )
+
+    def open_stream(self, mined: MinedNegatives | None) -> StreamingSampler | None:
+        """Return the stream, if the data are one; negatives that are ``mined`` keep the rows that pass."""
+        if self.stream is None or mined is None:
+            return self.stream
+        return replace(self.stream, on_rows=mined.passed.append)
+
+    def stream_corpus(self) -> tuple[Formats, Callable[[InMemoryDataset], Built]]:
+        """Return the formats of a stream's rows, and the function that makes their corpus."""
+        assert self.tokenizer is not None, "documents are texts, which have a tokenizer"
+        formats = build_formats(self.config, self.tokenizer, self.columns)
+        return formats, partial(corpus_of_run, self.config, self.tokenizer, None)
 
     def check_streamed_rows(self) -> None:
         """Raise ``DataError`` if too many rows of the stream were invalid so far."""

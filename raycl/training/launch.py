@@ -216,7 +216,8 @@ def _read_data(run: ValidatedRun, data: DataModule, coordinator: Any, *, quiet: 
         num_train[each.name] = data.num_train_expected() if streamed else rows.num_train
     data.check_classes(decoded)
     check_sizes(config, num_train)
-    needs_ids = config.negatives.store in ("memory_bank", "partition")
+    has_slots = config.negatives.store in ("memory_bank", "partition")
+    needs_ids = has_slots or (streamed and config.negatives.mined.num > 0)
     sample_id = data.sample_ids(decoded) if needs_ids else None
     guide = data.guide(decoded)
     return Job(
@@ -231,7 +232,7 @@ def _read_data(run: ValidatedRun, data: DataModule, coordinator: Any, *, quiet: 
         columns=data.columns,
         lease=run.lease,
         sample_id=None if sample_id is None else ray.put(sample_id),
-        num_samples=None if sample_id is None else len(sample_id),
+        num_samples=len(sample_id) if sample_id is not None and has_slots else None,
         guide=None if guide is None else ray.put(guide),
     )
 

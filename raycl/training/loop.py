@@ -81,7 +81,7 @@ class Trainer:
         guide = None if job.guide is None else ray.get(job.guide)
         self._mined = job.mined_negatives()
         transform = build_transform(config, job.tokenizer, guide, self._mined)
-        sampler = job.stream or build_sampler(config, train_rows)
+        sampler = job.open_stream(self._mined) or build_sampler(config, train_rows)
         self._epochs = Epochs(sampler, ViewMaker.of(config, transform, device))
         self._last_views: Views | None = None
         self._frequencies = [count_documents(config, each, device) for each in train_rows]
@@ -396,7 +396,7 @@ class Trainer:
             self._mined.load_state_dict(restored.mined_state)
         refresh = self._config.negatives.mined.refresh
         client = MinerClient(self._job.miner, self._mined, refresh=refresh, device=self._device)
-        client.publish(self._position.step, self._towers)
+        client.begin(self._position.step, self._towers)
         return client
 
     @torch.no_grad()

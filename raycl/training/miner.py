@@ -14,31 +14,35 @@ from itertools import chain, repeat
 from typing import Any, NamedTuple, final
 
 import numpy as np
+import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
 from raycl.config import RunConfig
 from raycl.config.schema import MinedConfig
+from raycl.data.in_memory import Batch
 from raycl.data.matches import SPARE, Matches
 from raycl.data.texts import Tokens
 from raycl.errors import last_line
 from raycl.evaluation.embed import embed
 from raycl.models.build import build_towers
 from raycl.models.registry import SideName
-from raycl.models.towers import TwoTowers
+from raycl.models.towers import Tower, TwoTowers
 from raycl.negatives.bank import Bank
 from raycl.negatives.search import Neighbors
 from raycl.tokenization import Vocabulary
-from raycl.training.corpus import Corpus
+from raycl.training.corpus import Corpus, Images
 from raycl.training.encoder_pool import Encoded, EncoderPool, Request, Weights
+from raycl.training.growing_corpus import GrowingCorpus
 from raycl.training.mined import MinedTable
 from raycl.training.pools import prepare_encoder
+from raycl.training.transforms import ImageTransform
 
 Numbers = NDArray[np.int64]
 
 TEXTS_TOGETHER = 256  # that a tower embeds
-# Texts that an encoder embeds in one request, with the same weights. It must answer in time, on a single CPU too.
+# Rows that an encoder embeds in one request, with the same weights. It must answer in time, on a single CPU too.
 _BLOCK, _BLOCK_TOKENS = 1_024, 32_768
 _RETRY_S, _MAX_RETRY_S = 0.5, 30.0  # after a failure; longer after each of several without an encoder
 
@@ -51,40 +55,61 @@ class Published(NamedTuple):
     weights: Weights
 
 
+class Growth(NamedTuple):
+    """The corpus of a stream: its rows as ``GrowingCorpus.to_bytes``, and itself as ``Corpus.to_bytes``."""
+
+    rows: bytes
+    corpus: bytes
+
+
 class News(NamedTuple):
-    """Answer of a miner: its process, and its newest table unless the caller has it."""
+    """Answer of a miner: its process, its newest table, and that table's corpus of a stream, unless the caller has them.
+
+    ``num_rows`` is the number of rows of the corpus of a stream.
+    """
 
     incarnation: str
     table: MinedTable | None
+    growth: Growth | None = None
+    num_rows: int = 0
 
 
 class _OutdatedError(Exception):
     """Another worker group began: the weights in use are not in its past."""
 
 
-# Embeds blocks of texts in order, of queries or documents (``key``).
-EncodeBlocks = Callable[[SideName, Iterator[Tokens]], Iterator[Encoded]]
+Rows = Tokens | Batch  # texts or images
+# Embeds blocks of rows in order, of queries or documents (``key``).
+EncodeBlocks = Callable[[SideName, Iterator[Rows]], Iterator[Encoded]]
 
 
 @final
-class PairEncoder:
-    """The towers of pairs in evaluation mode, in an actor of the pool."""
+class CorpusEncoder:
+    """The towers of a run in evaluation mode, in an actor of the pool; images are whole, as in the evaluation."""
 
     def __init__(self, config: RunConfig, vocabulary: Vocabulary, network: nn.Module | None = None) -> None:
         """Build the towers, on the GPU if this process has one."""
         config, self._device = prepare_encoder(config, config.negatives.mined)
         self._precision = config.tower_precision if self._device.type == "cuda" else "float32"
-        towers = build_towers(config, vocabulary, network)
-        assert isinstance(towers, TwoTowers), "pairs have two towers"
-        self._towers = towers.to(self._device).eval()
+        self._towers = build_towers(config, vocabulary, network).to(self._device).eval()
+        self._images = ImageTransform.of(config) if config.data.kind == "image_text" else None
 
     def load(self, weights: Weights) -> None:
         """Use these weights from now on."""
         self._towers.load_state_dict({name: torch.tensor(value) for name, value in weights.items()})
 
-    def encode(self, texts: Tokens, *, side: SideName) -> NDArray[np.float32]:
-        """Return the embeddings [num_texts, dim] of queries or documents."""
-        tower = self._towers.query if side == "query" else self._towers.key_tower
+    def encode(self, rows: Rows, *, side: SideName) -> NDArray[np.float32]:
+        """Return the embeddings [num_rows, dim] of queries or documents."""
+        tower = self._towers
+        if isinstance(tower, TwoTowers):
+            tower = tower.query if side == "query" else tower.key_tower
+        if isinstance(rows, Tokens):
+            return self._encode_texts(tower, rows)
+        assert self._images is not None, "only captioned images have images"
+        images = self._images.plain(rows).on(self._device)
+        return embed(tower, [images], precision=self._precision).numpy()
+
+    def _encode_texts(self, tower: Tower, texts: Tokens) -> NDArray[np.float32]:
         order = np.argsort(texts.lengths, kind="stable")  # texts of similar lengths need less padding
         batches = (
             torch.from_numpy(texts.take(order[start : start + TEXTS_TOGETHER]).padded()).to(self._device)
@@ -98,15 +123,21 @@ class PairEncoder:
 
 @final
 class Search:
-    """Embed the texts of a corpus and search hard negatives, without Ray except for the shards of ``bank``."""
+    """Embed the rows of a corpus and search hard negatives, without Ray except for the shards of ``bank``.
 
-    def __init__(
-        self, settings: MinedConfig, corpus: Corpus, matches: Matches[int], bank: Bank, encode: EncodeBlocks
-    ) -> None:
-        self._settings, self._corpus, self._matches = settings, corpus, matches
-        self._bank, self._encode = bank, encode
-        self._row_step = np.full(len(corpus.document), -1)
+    The slots of the bank are in the order of the ids ``bank_id``.
+    """
+
+    def __init__(self, settings: MinedConfig, bank: Bank, bank_id: Numbers, encode: EncodeBlocks) -> None:
+        self._settings, self._bank, self._encode = settings, bank, encode
+        self._bank_id = np.sort(bank_id)
+        self._row_step = np.full(len(bank_id), -1)  # of each slot
         self._incarnations = [""] * bank.spec.num_shards
+
+    def use(self, corpus: Corpus, matches: Matches[int]) -> None:
+        """Search this corpus from now on: a larger one of the same stream keeps its rows in the bank."""
+        self._corpus, self._matches = corpus, matches
+        self._slot = np.searchsorted(self._bank_id, corpus.bank_id)  # of each document
         self._pairs_of_query: dict[int, list[int]] = {}
         for pair, query in enumerate(corpus.positive[:, 0].tolist()):
             self._pairs_of_query.setdefault(query, []).append(pair)
@@ -117,23 +148,23 @@ class Search:
 
     def embed_documents(self) -> None:
         """Replace the rows of all documents in the bank, the oldest first."""
-        oldest_first = np.argsort(self._row_step, kind="stable")
+        oldest_first = np.argsort(self._row_step[self._slot], kind="stable")
         blocks = list(_in_blocks(oldest_first, self._corpus.document))
         texts = (self._corpus.document.take(block) for block in blocks)
         for numbers, (rows, step, _) in zip(blocks, self._encode("key", texts), strict=True):
-            slots, ids = self._corpus.slot[numbers], self._corpus.bank_id[numbers]
+            slots, ids = self._slot[numbers], self._corpus.bank_id[numbers]
             incarnations = self._bank.replace(slots, ids, rows, step)
             self._note_lost_rows(incarnations)
-            self._row_step[numbers] = step
+            self._row_step[slots] = step
 
     def mine(self) -> MinedTable:
         """Search the documents near all queries, and return the hard negatives of all pairs."""
         shape = len(self._corpus.positive), self._settings.candidates
         document, step_of = np.full(shape, -1, np.int32), np.full(shape, -1, np.int32)
         blocks = list(_in_blocks(np.unique(self._corpus.positive[:, 0]), self._corpus.query))
-        texts = (self._corpus.query.take(block) for block in blocks)
+        taken = (self._corpus.query.take(block) for block in blocks)
         steps = []
-        for queries, (rows, step, _) in zip(blocks, self._encode("query", texts), strict=True):
+        for queries, (rows, step, _) in zip(blocks, self._encode("query", taken), strict=True):
             steps.append(step)
             for pair, mined, steps_of_rows in self._mine_block(queries, rows):
                 document[pair, : len(mined)], step_of[pair, : len(mined)] = mined, steps_of_rows
@@ -146,7 +177,7 @@ class Search:
         corpus, settings = self._corpus, self._settings
         matched = [corpus.matches_of(query) for query in queries]
         # Matches are dropped from the answers: ask for as many more.
-        k = min(settings.candidates + SPARE + max(map(len, matched)), len(corpus.document))
+        k = min(settings.candidates + SPARE + max(map(len, matched)), len(self._bank_id))
         similarity = self._similarity_of_pairs(queries, rows)
         for query, known, found in zip(queries, matched, self._bank.nearest(rows, k), strict=True):
             near, step = self._without(known, found, settings.candidates + SPARE)
@@ -163,9 +194,12 @@ class Search:
     def _without(
         self, known: NDArray[np.int64], found: Neighbors, k: int
     ) -> tuple[list[tuple[int, float]], dict[int, int]]:
-        """Return up to k documents that are not known matches, with similarities, and the step of each."""
+        """Return up to k documents that are not known matches, with similarities, and the step of each.
+
+        The bank may hold rows of a stream that a miner before this one got: they have no number.
+        """
         documents = self._corpus.documents_of(found.sample_id)
-        kept = np.flatnonzero(~np.isin(documents, known))[:k]
+        kept = np.flatnonzero((documents >= 0) & ~np.isin(documents, known))[:k]
         numbers = documents[kept].tolist()
         near = list(zip(numbers, found.similarity[kept].tolist(), strict=True))
         return near, dict(zip(numbers, found.step[kept].tolist(), strict=True))
@@ -186,13 +220,13 @@ class Search:
         for shard, now in enumerate(incarnations):
             if now and self._incarnations[shard] not in ("", now):
                 first, stop = self._bank.spec.first_slots[shard : shard + 2]
-                self._row_step[(self._corpus.slot >= first) & (self._corpus.slot < stop)] = -1
+                self._row_step[first:stop] = -1
             self._incarnations[shard] = now or self._incarnations[shard]
 
 
-def _in_blocks(numbers: Numbers, texts: Tokens) -> Iterator[Numbers]:
-    """Yield the numbers of texts in order, in blocks of limited texts and tokens; a longer text is a block."""
-    ends, start = np.cumsum(texts.lengths[numbers]), 0
+def _in_blocks(numbers: Numbers, rows: Tokens | Images) -> Iterator[Numbers]:
+    """Yield the numbers of rows in order, in blocks of limited rows and tokens; a longer text is a block."""
+    ends, start = np.cumsum(rows.lengths[numbers]), 0
     while start < len(numbers):
         before = ends[start - 1] if start else 0
         fitting = int(np.searchsorted(ends, before + _BLOCK_TOKENS, side="right"))
@@ -203,25 +237,36 @@ def _in_blocks(numbers: Numbers, texts: Tokens) -> Iterator[Numbers]:
 
 @final
 class Miner:
-    """The actor: a thread mines with the newest weights, as often as there are new ones; a pool embeds."""
+    """The actor: a thread mines with the newest weights, as often as there are new ones; a pool embeds.
+
+    The corpus and its matches are fixed, or None for a ``stream``, whose rows come by ``add``. ``bank_id`` are the ids
+    in the bank.
+    """
 
     def __init__(
         self,
         settings: MinedConfig,
-        corpus: Corpus,
-        matches: Matches[int],
+        corpus: Corpus | None,
+        matches: Matches[int] | None,
         bank: Bank,
+        bank_id: Numbers,
         pool: EncoderPool,
         coordinator: Any,
+        stream: GrowingCorpus | None = None,
     ) -> None:
-        self._search = Search(settings, corpus, matches, bank, self._encode)
+        self._search, self._stream = Search(settings, bank, bank_id, self._encode), stream
+        self._corpus = corpus
+        if corpus is not None and matches is not None:
+            self._search.use(corpus, matches)
         self._pool, self._num_ahead = pool, 2 * settings.actors
+        self._num_candidates = settings.candidates
         self._coordinator = coordinator
         self._incarnation, self._num_tables = uuid.uuid4().hex, 0
         self._published: Published | None = None
         self._in_use: Published | None = None
         self._attempt = ""  # of the pool, for this worker group
         self._table: MinedTable | None = None
+        self._growth: Growth | None = None
         self._changed = threading.Condition()
         threading.Thread(target=self._run, name="mining", daemon=True).start()
 
@@ -233,12 +278,25 @@ class Miner:
             self._published = Published(group, step, weights)
             self._changed.notify_all()
 
-    def news(self, group: str, version: str) -> News:
-        """Return the newest table for this worker group, unless it is of this version."""
+    def add(self, rows: pa.Table) -> None:
+        """Add rows of the stream to the corpus of the next search."""
+        assert self._stream is not None, "only a stream has further rows"
+        self._stream.add(rows)
+
+    def news(self, group: str, version: str, corpus_key: int = 0) -> News:
+        """Return the newest table for this worker group, unless it is of this version.
+
+        It comes with the corpus of a stream, unless that is the one with ``corpus_key``.
+        """
         with self._changed:
             is_for_group = self._published is not None and self._published.group == group
             table = self._table if is_for_group else None
-            return News(self._incarnation, None if table is None or table.version == version else table)
+            if table is None or table.version == version:
+                return News(self._incarnation, None)
+            if self._corpus is None or self._growth is None:
+                return News(self._incarnation, table)
+            growth = None if self._corpus.key == corpus_key else self._growth
+            return News(self._incarnation, table, growth, len(self._corpus.sample_id))
 
     def _run(self) -> None:
         while True:
@@ -263,11 +321,21 @@ class Miner:
             self._search.forget_after(published.step)
             self._attempt = self._pool.begin()
         self._use(published)
+        corpus, growth = self._corpus, self._growth
+        if self._stream is not None:
+            built = self._stream.built()
+            if built is None or len(built.corpus.document) <= self._num_candidates:
+                return  # until further rows come
+            if corpus is None or built.corpus.key != corpus.key:
+                corpus = built.corpus
+                growth = Growth(self._stream.to_bytes(), corpus.to_bytes())
+                self._search.use(*built)
         self._search.embed_documents()
         table = self._search.mine()
         with self._changed:
             self._check_group()
             self._num_tables += 1
+            self._corpus, self._growth = corpus, growth
             self._table = replace(table, version=f"{self._incarnation}-{self._num_tables}")
 
     def _use(self, published: Published) -> None:
@@ -275,23 +343,23 @@ class Miner:
         self._in_use = published
         self._pool.publish(published.weights, step=published.step, attempt=self._attempt)
 
-    def _encode(self, side: SideName, blocks: Iterator[Tokens]) -> Iterator[Encoded]:
+    def _encode(self, side: SideName, blocks: Iterator[Rows]) -> Iterator[Encoded]:
         """Embed the blocks in order with the newest weights, some ahead of the others."""
-        requests: deque[tuple[Tokens, Request]] = deque()
+        requests: deque[tuple[Rows, Request]] = deque()
         waited_s = 0.0
-        for texts in chain(blocks, repeat(None, self._num_ahead)):
+        for rows in chain(blocks, repeat(None, self._num_ahead)):
             published = self._check_group()
             if published is not self._in_use:
                 self._use(published)
-            if texts is not None:
-                requests.append((texts, self._pool.encode(texts, side=side, waited_s=waited_s)))
-            if requests and (texts is None or len(requests) > self._num_ahead):
+            if rows is not None:
+                requests.append((rows, self._pool.encode(rows, side=side, waited_s=waited_s)))
+            if requests and (rows is None or len(requests) > self._num_ahead):
                 first, request = requests.popleft()
                 encoded = request.encoded
                 waited_s = request.waited_s
                 yield encoded or self._encode_again(first, side)
 
-    def _encode_again(self, texts: Tokens, side: SideName) -> Encoded:
+    def _encode_again(self, rows: Rows, side: SideName) -> Encoded:
         """Ask until an encoder answers: they start or wait for resources, or the pool has lost all and the weights with them."""
         delay_s = _RETRY_S
         while True:
@@ -300,7 +368,7 @@ class Miner:
             published = self._check_group()
             if delay_s > _RETRY_S:
                 self._use(published)
-            encoded = self._pool.encode(texts, side=side, waited_s=delay_s).encoded
+            encoded = self._pool.encode(rows, side=side, waited_s=delay_s).encoded
             if encoded is not None:
                 return encoded
             delay_s = min(2 * delay_s, _MAX_RETRY_S)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, final
 
 import numpy as np
+import pyarrow as pa
 import ray
 import torch
 from numpy.typing import NDArray
@@ -16,47 +17,49 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor
 
 from raycl.config import RunConfig
+from raycl.data.in_memory import InMemoryDataset
 from raycl.distributed import all_sum, rank
 from raycl.errors import ConfigError
 from raycl.models.towers import Towers
 from raycl.negatives.bank import Bank
 from raycl.negatives.spec import BankSpec
 from raycl.ray_runtime import without_stderr
-from raycl.training.corpus import build_corpus
+from raycl.training.corpus import Corpus, corpus_of_run
+from raycl.training.growing_corpus import GrowingCorpus, table_of_bytes, unknown
 from raycl.training.job import Job
 from raycl.training.mined import MinedNegatives, MinedTable
-from raycl.training.miner import Miner, News, PairEncoder
+from raycl.training.miner import CorpusEncoder, Growth, Miner, News
 from raycl.training.pools import open_pool
 
 _ASK_EVERY_S = 0.5
 
 
 def read_corpus(job: Job) -> tuple[ray.ObjectRef, ray.ObjectRef, NDArray[np.int64]]:
-    """Return references to the corpus of the run's training rows and to its matches, and the ids of its documents.
-
-    Raises ``ConfigError`` if it has too few documents.
-    """
-    mined = job.config.negatives.mined
+    """Return references to the corpus of the run's training rows and to its matches, and the ids of its documents."""
 
     def build(job: Job) -> tuple[Any, Any, NDArray[np.int64]]:
-        rows, text, tokenizer = job.load_rows()[0].where(job.holdout.is_train), job.config.text, job.tokenizer
-        assert tokenizer is not None, "pairs have a tokenizer"
-        lengths = (
-            tokenizer.num_prompt_tokens(text.query_prompt),
-            tokenizer.num_prompt_tokens(text.document_prompt),
-        )
-        built = build_corpus(rows, explicit=job.config.negatives.explicit, prompt_lengths=lengths)
+        assert job.tokenizer is not None, "documents are texts, which have a tokenizer"
+        load = partial(_training_rows, job)
+        built = corpus_of_run(job.config, job.tokenizer, load, load())
         return built.corpus, built.matches, built.corpus.bank_id
 
     task: Any = ray.remote(num_cpus=0, num_returns=3)(build)
     corpus, matches, ids = task.remote(job)
-    bank_id: NDArray[np.int64] = ray.get(ids)
-    if mined.candidates >= len(bank_id):
+    return corpus, matches, ray.get(ids)
+
+
+def check_candidates(config: RunConfig, num_documents: int) -> None:
+    """Raise ``ConfigError`` if there are too few documents, or rows of a stream."""
+    candidates = config.negatives.mined.candidates
+    if candidates >= num_documents:
         raise ConfigError(
-            f"negatives.mined.candidates {mined.candidates} are not fewer than the {len(bank_id)} distinct documents to "
+            f"negatives.mined.candidates {candidates} are not fewer than the {num_documents} distinct documents to "
             "train on; set it lower, or give more data"
         )
-    return corpus, matches, bank_id
+
+
+def _training_rows(job: Job) -> InMemoryDataset:
+    return job.load_rows()[0].where(job.holdout.is_train)
 
 
 def document_bank_spec(config: RunConfig, *, output: str, name: str, num_documents: int) -> BankSpec:
@@ -77,19 +80,25 @@ def document_bank_spec(config: RunConfig, *, output: str, name: str, num_documen
 
 
 @contextlib.contextmanager
-def start_miner(job: Job, matches: ray.ObjectRef, bank: Bank) -> Iterator[Any]:
-    """Start the miner, which Ray restarts if it dies, and its pool of encoders, and end them afterwards."""
+def start_miner(
+    job: Job, matches: ray.ObjectRef | None, bank: Bank, bank_id: NDArray[np.int64]
+) -> Iterator[Any]:
+    """Start the miner, which Ray restarts if it dies, and its pool of encoders, and end them afterwards.
+
+    ``bank_id`` are the ids in the bank; the job's corpus and its ``matches`` are None for a stream.
+    """
     mined, coordinator = job.config.negatives.mined, job.coordinator
-    assert job.vocabulary is not None, "pairs have a vocabulary"
-    build = partial(PairEncoder, job.config, job.vocabulary, job.network)
+    assert job.vocabulary is not None, "documents are texts, which have a vocabulary"
+    build = partial(CorpusEncoder, job.config, job.vocabulary, job.network)
     with open_pool(mined, build, coordinator, actors=mined.actor_range) as pool:
         # On the driver's node, as the pool and the coordinator.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": here}
         actor: Any = ray.remote(**options)(Miner)
+        stream = None if job.stream is None else GrowingCorpus(*job.stream_corpus())
         # Ray's core prints that arguments with references must live: they do, as long as this driver.
         with without_stderr():
-            miner = actor.remote(mined, job.corpus, matches, bank, pool, coordinator)
+            miner = actor.remote(mined, job.corpus, matches, bank, bank_id, pool, coordinator, stream)
         try:
             yield miner
         finally:
@@ -100,21 +109,31 @@ def start_miner(job: Job, matches: ray.ObjectRef, bank: Bank) -> Iterator[Any]:
 class MinerClient:
     """A worker's exchange with the miner; every worker makes the calls, and rank 0 speaks for all of them.
 
-    It never waits for the miner. All workers take the same table after the same step.
+    It never waits for the miner. All workers take the same table after the same step. Each worker sends the miner the
+    rows of a stream that it reads, unless the corpus has them.
     """
 
     def __init__(self, miner: Any, mined: MinedNegatives, *, refresh: int, device: torch.device) -> None:
         self._miner, self._mined, self._refresh, self._device = miner, mined, refresh, device
+        self._adding: ray.ObjectRef | None = None
         self._group = uuid.uuid4().hex
         self._asked: ray.ObjectRef | None = None
         self._asked_at = 0.0
         self._sending: ray.ObjectRef | None = None
         self._newest: MinedTable | None = None
+        self._growth: Growth | None = None
+        self._corpus = mined.corpus  # of a stream, of the newest table
         self._version = self._incarnation = ""
         self._num_restarts = 0
 
+    def begin(self, step: int, towers: Towers) -> None:
+        """Send the rows of a stream in the checkpoint, if any, and the weights."""
+        self._send_rows()
+        self.publish(step, towers)
+
     def after_step(self, step: int, towers: Towers) -> None:
         """Publish the weights after ``step`` steps and take the newest table, every ``refresh`` steps; collective."""
+        self._send_passed()
         if rank() == 0:
             self._ask()
         if step % self._refresh == 0:
@@ -140,26 +159,71 @@ class MinerClient:
             self._asked = None
         if self._asked is None and time.monotonic() - self._asked_at > _ASK_EVERY_S:
             self._asked_at = time.monotonic()
-            self._asked = self._miner.news.remote(self._group, self._version)
+            known = (self._corpus.key,) if self._corpus is not None and self._mined.grows else ()
+            self._asked = self._miner.news.remote(self._group, self._version, *known)
 
     def _note(self, news: News) -> None:
-        self._num_restarts += self._incarnation not in ("", news.incarnation)
+        if self._incarnation not in ("", news.incarnation):
+            self._num_restarts += 1
+            self._send_rows()
         self._incarnation = news.incarnation
-        if news.table is not None:
-            self._newest, self._version = news.table, news.table.version
+        if news.table is None:
+            return
+        self._version = news.table.version
+        if news.growth is not None:
+            corpus = Corpus.from_bytes(news.growth.corpus)
+            if self._corpus is not None and news.num_rows < len(self._corpus.sample_id):
+                return  # of a new miner, which has not got all rows yet
+            self._growth, self._corpus = news.growth, corpus
+        self._newest = news.table
+
+    def _send_rows(self) -> None:
+        """Send a miner that may have none the rows of a stream that are known; only rank 0 has them."""
+        if self._mined.rows is not None:
+            self._miner.add.remote(table_of_bytes(self._mined.rows))
+
+    def _send_passed(self) -> None:
+        """Send the miner the rows of a stream that passed, unless it has not got the last ones yet."""
+        passed = self._mined.passed
+        if not passed or (self._adding is not None and not _is_ready(self._adding)):
+            return
+        corpus = self._mined.corpus
+        known = np.empty(0, np.int64) if corpus is None else corpus.sample_id
+        rows = unknown(pa.concat_tables([passed.popleft() for _ in range(len(passed))]), known)
+        if rows.num_rows:
+            self._adding = self._miner.add.remote(rows)
 
     def _share(self) -> None:
         """Take the newest table of rank 0, if it has a new one; collective."""
         newest, self._newest = self._newest, None
+        growth = None if newest is None else self._growth
         query_step = self._sum_of_first(torch.tensor([-1 if newest is None else newest.query_step]))
         if int(query_step) < 0:
             return
-        shape = 2, len(self._mined.corpus.positive), self._mined.num_candidates
+        corpus = self._share_corpus(growth) or self._mined.corpus
+        assert corpus is not None, "a table has a corpus"
+        shape = 2, len(corpus.positive), self._mined.num_candidates
         both = torch.zeros(shape, dtype=torch.int32)
         if newest is not None:
             both = torch.from_numpy(np.stack([newest.document, newest.step]))
         document, step = self._sum_of_first(both).numpy()
-        self._mined.use(MinedTable(document=document, step=step, query_step=int(query_step)))
+        self._mined.use(MinedTable(document=document, step=step, query_step=int(query_step)), corpus)
+
+    def _share_corpus(self, growth: Growth | None) -> Corpus | None:
+        """Take the corpus of a stream that came with the table of rank 0, if it is another one; collective."""
+        if not self._mined.grows:
+            return None
+        size = int(self._sum_of_first(torch.tensor([0 if growth is None else len(growth.corpus)])))
+        if size == 0:
+            return None
+        sent = torch.zeros(size, dtype=torch.uint8)
+        if growth is not None:
+            sent, self._mined.rows = (
+                torch.frombuffer(bytearray(growth.corpus), dtype=torch.uint8),
+                growth.rows,
+            )
+        self._growth = None
+        return Corpus.from_bytes(self._sum_of_first(sent).numpy().tobytes())
 
     def _sum_of_first(self, value: Tensor) -> Tensor:
         """Return the value of rank 0 on every worker."""

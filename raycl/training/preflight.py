@@ -108,12 +108,24 @@ def check_streamed(config: RunConfig) -> None:
     needs = {
         "logq_correction": any(stage.logq_correction != "none" for stage in config.stages),
         "negatives.guide": config.negatives.guide.query is not None,
-        "negatives.mined": config.negatives.mined.num > 0,
     }
     if names := [name for name, is_set in needs.items() if is_set]:
         raise ConfigError(
             f"{' and '.join(names)} needs the ids of all rows before training, which streamed data do not have; "
             "set data.cache=materialize, or remove it"
+        )
+    negatives, kind = config.negatives, config.data.kind
+    if negatives.mined.num == 0:
+        return
+    if kind == "image_text":
+        raise ConfigError(
+            "negatives.mined embeds all images again and again, which streamed data do not keep; set "
+            "data.cache=materialize, or remove it"
+        )
+    if not (negatives.in_batch or (negatives.explicit and kind == "pairs")):
+        raise ConfigError(
+            "negatives.mined finds no negatives in streamed data before its first table, and negatives.in_batch false "
+            "leaves no others; set negatives.in_batch=true, or data.cache=materialize"
         )
 
 

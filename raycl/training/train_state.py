@@ -218,6 +218,9 @@ class TrainState:
         if self._embed_config.rows_per_group is not None:
             query, key = self._encode_shuffled(self.encode, (views.view_a, views.view_b), step)
             return Embedded(query, key)
+        if views.negatives is not None:
+            query, key, negatives = self._encode_by_size(views.view_a, views.view_b, views.negatives)
+            return Embedded(query, key, negatives)
         full = (views.view_a, views.view_b, *views.further)
         embeddings = self._encode_by_size(*full, *views.crops)
         query, key = embeddings[:2]
@@ -360,7 +363,8 @@ class TrainState:
         embeddings: dict[int, Tensor] = {}
         for numbers in by_size.values():
             rows = self.encode(stacked(*(views[number] for number in numbers)))
-            embeddings.update(zip(numbers, rows.chunk(len(numbers)), strict=True))
+            sizes = [len(views[number]) for number in numbers]
+            embeddings.update(zip(numbers, rows.split(sizes), strict=True))
         return [embeddings[number] for number in range(len(views))]
 
     def _encode_shuffled(

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from raycl.augment.images import ImageAugmentation, center_view
 from raycl.augment.rng import uniforms
@@ -28,7 +29,7 @@ from raycl.losses.example_ids import ExampleIds
 from raycl.losses.logq import Frequencies
 from raycl.tokenization import Tokenizer
 from raycl.training.guide import GuideTables
-from raycl.training.mined import MinedNegatives
+from raycl.training.mined import Drawn, MinedNegatives
 
 _CHOICE = 6 << 40  # a separate sequence of draws, after the sequences of the augmentations
 
@@ -88,8 +89,8 @@ def build_transform(
         return PairTransform(explicit=config.negatives.explicit, guide=guide, mined=mined)
     assert tokenizer is not None, "texts need a tokenizer"
     if kind == "text":
-        return TextTransform("text", config, tokenizer)
-    return ImageTextTransform(ImageTransform.of(config), TextTransform("caption", config, tokenizer))
+        return TextTransform("text", config, tokenizer, mined)
+    return ImageTextTransform(ImageTransform.of(config), TextTransform("caption", config, tokenizer, mined))
 
 
 def count_documents(config: RunConfig, rows: InMemoryDataset, device: torch.device) -> Frequencies | None:
@@ -219,11 +220,14 @@ class TextTransform(Transform):
     """Tokens [batch, length] of one text of each row, padded with 0 at the end.
 
     A row may hold a list of equivalent texts: two views show two texts of the list, or the same text twice.
-    The words after the prompt change at random; without changes, views differ by dropout alone.
+    The words after the prompt change at random; without changes, views differ by dropout alone. ``mined`` negatives
+    change in the same way.
     """
 
-    def __init__(self, role: str, config: RunConfig, tokenizer: Tokenizer) -> None:
-        self._role, self._seed = role, config.seed
+    def __init__(
+        self, role: str, config: RunConfig, tokenizer: Tokenizer, mined: MinedNegatives | None = None
+    ) -> None:
+        self._role, self._seed, self._mined = role, config.seed, mined
         changes = config.text_augment.model_dump()
         self._num_prompt_tokens = tokenizer.num_prompt_tokens(config.text.prompt_of(role))
         self._augmentation = TextAugmentation(
@@ -238,15 +242,7 @@ class TextTransform(Transform):
 
     def view(self, batch: Batch, number: int) -> Draft:
         """Return the texts of a view, with word changes."""
-        tokens = torch.from_numpy(self.shown(batch, number).padded())
-        if self._changes:
-            # On the host: each change reads the new lengths, which would synchronize with a device.
-            prompt, words = tokens.tensor_split([self._num_prompt_tokens], dim=1)
-            words = self._augmentation(
-                words, batch.sample_id, seed=self._seed, epoch=batch.epoch, view=number
-            )
-            tokens = torch.cat([prompt, words], 1)
-        return Draft((tokens,))
+        return Draft((self._changed(self.shown(batch, number), batch, number),))
 
     def shown(self, batch: Batch, number: int) -> Tokens:
         """Return the texts of a view, before word changes."""
@@ -261,14 +257,55 @@ class TextTransform(Transform):
         """Return the id of that text."""
         return torch.from_numpy(self._first(batch).text_id)
 
+    def negatives(self, batch: Batch) -> Tensor | None:
+        """Return the mined negatives of all rows in order, with word changes; None without any."""
+        if self._mined is None or self._mined.corpus is None:
+            return None
+        texts, num_rows = self._mined.tokens(self._drawn(batch)), len(batch)
+        num = len(texts) // num_rows
+        # Each negative of a row has its own random changes, after those of the two views.
+        order = np.arange(len(texts)).reshape(num_rows, num)
+        parts = [self._changed(texts.take(order[:, each]), batch, 2 + each) for each in range(num)]
+        return pad_sequence([each.T for each in parts]).permute(2, 1, 0).flatten(0, 1)
+
+    def negative_names(self, batch: Batch) -> Tensor | None:
+        """Return the text id of each mined negative and the id of its row in the data, [num_negatives, 2], if any."""
+        if self._mined is None or self._mined.corpus is None:
+            return None
+        corpus, drawn = self._mined.corpus, self._drawn(batch).document
+        assert corpus.document_id is not None, "texts of rows have the ids of the rows"
+        return _columns([corpus.document.text_id[drawn], corpus.document_id[drawn]])
+
     def example_ids(self, batch: Batch) -> ExampleIds:
-        """Return the text ids of both views, the own text first; for a memory bank, the sample ids."""
+        """Return the text ids of both views, the own text first; for a memory bank, the sample ids.
+
+        With mined negatives, the sample id is a third name, which a row's further texts share.
+        """
         if not self._known_by_text:
             return super().example_ids(batch)
-        shown = [torch.from_numpy(self.shown(batch, number).text_id) for number in (0, 1)]
-        query = torch.stack(shown, dim=1)
-        label = torch.from_numpy(batch.label)
-        return ExampleIds(query=query, key=query.flip(1), label=label, shared_id_space=True)
+        shown = [self.shown(batch, number).text_id for number in (0, 1)]
+        label, negative = torch.from_numpy(batch.label), self.negative_names(batch)
+        if negative is not None:
+            shown, negative = [*shown, batch.sample_id], negative[:, [0, 0, 1]]
+        query = _columns(shown)
+        key = query[:, [1, 0, *range(2, query.shape[1])]]
+        return ExampleIds(query=query, key=key, negative=negative, label=label, shared_id_space=True)
+
+    def _changed(self, texts: Tokens, batch: Batch, number: int) -> Tensor:
+        """Return the texts of these rows with random word changes, int64 [batch, length]."""
+        tokens = torch.from_numpy(texts.padded())
+        if not self._changes:
+            return tokens
+        # On the host: each change reads the new lengths, which would synchronize with a device.
+        prompt, words = tokens.tensor_split([self._num_prompt_tokens], dim=1)
+        words = self._augmentation(words, batch.sample_id, seed=self._seed, epoch=batch.epoch, view=number)
+        return torch.cat([prompt, words], 1)
+
+    def _drawn(self, batch: Batch) -> Drawn:
+        """Draw the mined negatives of the text that is the query, or of the caption that is the key."""
+        assert self._mined is not None, "only mined negatives are drawn"
+        number = self._choice(batch, texts_of(batch, self._role).counts, int(self._role == "caption"))
+        return self._mined.draw(batch, number)
 
     def _first(self, batch: Batch) -> Tokens:
         return texts_of(batch, self._role).picked(np.zeros(len(batch), np.int64))
@@ -339,7 +376,7 @@ class PairTransform(Transform):
     def _negatives(self, batch: Batch) -> Tokens | None:
         """Return the texts of all negatives; None if neither the data nor a miner gives any."""
         parts = [texts_of(batch, "negatives").tokens] if self._has_explicit(batch) else []
-        if self.mined is not None:
+        if self.mined is not None and self.mined.corpus is not None:
             parts.append(self.mined.tokens(self.mined.draw(batch)))
         return Tokens.joined(parts) if parts else None
 
@@ -349,7 +386,7 @@ class PairTransform(Transform):
         if self._has_explicit(batch):
             ids = ids_of(batch, "negative_ids")
             parts.append(texts_of(batch, "negatives").tokens.text_id if ids is None else ids.values)
-        if self.mined is not None:
+        if self.mined is not None and self.mined.corpus is not None:
             document_id = self.mined.corpus.document_id
             assert document_id is not None, "the corpus has the ids of the rows"
             parts.append(document_id[self.mined.draw(batch).document])
@@ -391,7 +428,15 @@ class ImageTextTransform(Transform):
         """Return the text ids of these captions."""
         return self.caption.plain_key_id(batch)
 
+    def negatives(self, batch: Batch) -> Tensor | None:
+        """Return the captions that are mined negatives of all images in order, or None without any."""
+        return self.caption.negatives(batch)
+
     def example_ids(self, batch: Batch) -> ExampleIds:
-        """Return the sample ids of images, and the text ids of captions, which images may share."""
-        text_id = torch.from_numpy(self.caption.shown(batch, 1).text_id)
-        return ExampleIds(query=self.image.example_ids(batch).query, key=text_id[:, None])
+        """Return the sample ids of images, and the text ids of captions, which images may share.
+
+        With mined negatives, the sample id of the image is a second name, which its further captions share.
+        """
+        text_id, negative = self.caption.shown(batch, 1).text_id, self.caption.negative_names(batch)
+        key = [text_id] if negative is None else [text_id, batch.sample_id]
+        return ExampleIds(query=self.image.example_ids(batch).query, key=_columns(key), negative=negative)

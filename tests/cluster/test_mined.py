@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -19,9 +20,12 @@ from raycl.negatives.bank import connect_bank
 from raycl.records import CHECKPOINTS, read_metrics
 from raycl.storage import Place
 from raycl.training.corpus import build_corpus
+from raycl.training.growing_corpus import table_of_bytes
 from tests.cluster.faults import kill_process, wait_until
+from tests.images import digit_files
 from tests.pairs import rows_of, write_pairs
 from tests.settings import override_active
+from tests.texts import invented_texts
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -103,6 +107,65 @@ def test_a_run_mines_what_raycl_mine_finds_survives_its_miner_and_resumes_with_i
 
     longer = config_of(tmp_path, **{"stages.0.epochs": NUM_EPOCHS + 1})
     raycl.train(longer, resume=True, **options)
+    assert logged(output)[len(lines)]["mined_random_fraction"] < 1
+
+
+def write_rows(folder: Path, kind: str) -> Path:
+    """Write pairs, digits with captions, or sentences; each row has one or two captions or sentences."""
+    if kind == "two_tower":
+        return write_pairs(folder / "rows.parquet", NUM_PAIRS)
+    texts = invented_texts(2 * NUM_PAIRS)
+    columns: dict[str, Any] = {
+        "caption" if kind == "clip" else "text": [
+            texts[2 * row : 2 * row + 1 + row % 2] for row in range(NUM_PAIRS)
+        ]
+    }
+    if kind == "clip":
+        columns["image"] = pa.array(digit_files(NUM_PAIRS)[0], pa.binary())
+    pq.write_table(pa.table(columns), folder / "rows.parquet", row_group_size=32)
+    return folder / "rows.parquet"
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("kind", ["clip", "simcse", "two_tower streamed", "simcse streamed"])
+def test_other_rows_are_mined_too_and_a_resumed_run_keeps_the_table(kind: str, tmp_path: Path) -> None:
+    name, *streamed = kind.split()
+    data, output = write_rows(tmp_path, name), Place(str(tmp_path / "mined"))
+    side = "text_encoder" if name == "clip" else "encoder"
+    settings = SETTINGS | {
+        f"{side}.name": "tests.cluster.networks:slow_words",
+        f"{side}.kwargs": {"marker": str(tmp_path / "hurry"), "dim": 16},
+        "data.cache": "stream" if streamed else "materialize",
+    }
+    if name == "clip":
+        images = {"encoder.name": "tests.cluster.networks:small", "encoder.kwargs": {"channels": 1}}
+        settings |= images | {"data.channels": 1, "data.decode_size": 16}
+
+    def config(num_epochs: int) -> RunConfig:
+        recipe = raycl.recipe(name, image_size=16)
+        return override_active(recipe, settings, {"stages.0.epochs": num_epochs})
+
+    num_epochs = 10 if streamed else 40  # each epoch of a stream starts an actor, which takes seconds
+    options: dict[str, Any] = {"data": str(data), "output": output.uri, "quiet": True}
+    run = threading.Thread(target=raycl.train, args=(config(num_epochs),), kwargs=options)
+    run.start()
+
+    def is_mined() -> bool:
+        assert run.is_alive(), "the run has ended"
+        return any(line["mined_random_fraction"] < 1 for line in logged(output))
+
+    wait_until(is_mined, timeout_s=300)
+    (tmp_path / "hurry").touch()
+    run.join(300)
+    lines = logged(output)
+    assert lines[0]["mined_random_fraction"] == 1
+    table = last_table(output)
+    assert (table["document"] >= 0).any()
+    if streamed:  # it was read so far
+        assert table_of_bytes(table["rows"].numpy().tobytes()).num_rows >= BATCH_SIZE
+    else:
+        assert table["document"].shape == (NUM_PAIRS + NUM_PAIRS // 2, CANDIDATES)
+    raycl.train(config(num_epochs + 1), resume=True, **options)
     assert logged(output)[len(lines)]["mined_random_fraction"] < 1
 
 

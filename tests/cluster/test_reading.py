@@ -427,6 +427,10 @@ def test_the_next_epoch_is_read_during_the_current_one(stream: StreamingSampler,
     rest = [batch.sample_id.tolist() for batch in mine.epoch_batches(share, epoch=1, continues=True)]
     assert opened == [0, 1]
     assert rest == ids_of(replace(stream), share, 1)
+    # Epoch 2 was not announced, so nothing has read it.
+    later = [batch.sample_id.tolist() for batch in mine.epoch_batches(share, epoch=2, continues=True)]
+    assert opened == [0, 1, 2]
+    assert later == ids_of(replace(stream), share, 2)
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 4])
