@@ -180,6 +180,11 @@ def test_a_stream_shuffles_windows_of_whole_batches_and_uses_every_row_once() ->
     assert batches[3] == (36 + np.random.default_rng((3, 1, 1)).permutation(36))[:BATCH_SIZE].tolist()
 
 
+@pytest.mark.parametrize(("num_rows", "num_steps"), [(11, 0), (12, 1), (47, 3), (48, 4)])
+def test_the_last_window_gives_all_of_its_whole_batches(num_rows: int, num_steps: int) -> None:
+    assert len(cut_stream([num_rows], buffer=40, num_workers=1)[0]) == num_steps
+
+
 def test_a_buffer_smaller_than_a_batch_is_one_batch() -> None:
     [batches] = cut_stream([30], buffer=5, num_workers=1)
     assert [sorted(batch) for batch in batches] == [list(range(12)), list(range(12, 24))]
