@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raycl import losses
-    from raycl.api import evaluate, run_doctor, train, write_report
+    from raycl.api import evaluate, find_steps, replay, run_doctor, train, write_report
     from raycl.config import RunConfig, Stage
     from raycl.config.overrides import config_from_yaml, config_to_yaml, override
     from raycl.data.columns import ColumnNames
@@ -33,11 +33,13 @@ _HOME = {
     "embed": "raycl.inference.embed:embed_to_parquet",
     "evaluate": "raycl.api:evaluate",
     "export_encoder": "raycl.inference.export:export_encoder",
+    "find_steps": "raycl.api:find_steps",
     "list_banks": "raycl.negatives.bank:list_banks",
     "load_encoder": "raycl.inference.encoder:load_encoder",
     "mine": "raycl.inference.mining:mine_negatives",
     "override": "raycl.config.overrides:override",
     "recipe": "raycl.recipes:recipe",
+    "replay": "raycl.api:replay",
     "run_doctor": "raycl.api:run_doctor",
     "train": "raycl.api:train",
     "write_report": "raycl.api:write_report",
@@ -56,12 +58,14 @@ __all__ = [
     "embed",
     "evaluate",
     "export_encoder",
+    "find_steps",
     "list_banks",
     "load_encoder",
     "losses",
     "mine",
     "override",
     "recipe",
+    "replay",
     "run_doctor",
     "train",
     "write_report",

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from raycl.display import EvaluationResult
     from raycl.doctor import CheckResult
+    from raycl.step_replay.find import FoundSteps
+    from raycl.step_replay.step import ReplayedStep
     from raycl.training.launch import RunResult
 
 Address = str | os.PathLike[str]
@@ -161,6 +163,46 @@ def write_report(runs: Address | Sequence[Address], output: Address | None = Non
     if len(addresses) == 1:
         return str(writer.write_report(addresses[0], None if output is None else str(output)))
     return str(writer.write_comparison(addresses, str(output or writer.COMPARISON)))
+
+
+def replay(
+    run: Address,
+    *,
+    step: int,
+    top: int = 5,
+    data: Address | Sequence[Address] | None = None,
+    html: Address | None = None,
+) -> "ReplayedStep":
+    """Make a step of a run again in this process, and return its queries with what pushed and pulled them.
+
+    Begins from the nearest checkpoint before ``step``, which counts from 1, or from the start of the run, and needs
+    no Ray. ``top`` is the number of negatives of each query, the most similar ones. ``data`` replaces the addresses of
+    the run's data if they have moved, and ``html`` is a page to write.
+
+    Raises ``ConfigError`` if the run has no such step or one process cannot repeat it, ``DataError`` if the run or its
+    data are missing or not the same, ``StorageError`` for an unreadable or unwritable address and
+    ``NonFiniteLossError`` if an earlier step fails.
+    """
+    from raycl.step_replay.step import replay as replay_step
+
+    page = None if html is None else str(html)
+    return replay_step(str(run), step, top=top, data=[str(each) for each in _listed(data)], html=page)
+
+
+def find_steps(
+    run: Address, find: str, *, top: int = 5, data: Address | Sequence[Address] | None = None
+) -> "FoundSteps":
+    """Find steps of a run that are worth a replay.
+
+    ``find`` is ``max-loss`` for the ``top`` logged steps with the largest losses, ``nan`` for those with metrics that
+    are not finite and the step that ended the run for this reason, or ``sample=ID`` for the steps that drew a sample.
+
+    Raises ``ConfigError`` for another ``find``, ``DataError`` for an unknown or held-out sample, and as ``replay``
+    does.
+    """
+    from raycl.step_replay.find import find_steps as find_in
+
+    return find_in(str(run), find, top=top, data=[str(each) for each in _listed(data)])
 
 
 def run_doctor(

@@ -734,8 +734,8 @@ MUTATIONS = [
     Mutation(
         "every worker reads the rows of the first",
         "raycl/data/sampler.py",
-        "slice(share.rank * share.local_batch_size, (share.rank + 1) * share.local_batch_size)",
-        "slice(0, share.local_batch_size)",
+        "slice(self.rank * self.local_batch_size, (self.rank + 1) * self.local_batch_size)",
+        "slice(0, self.local_batch_size)",
         "tests/test_order.py",
     ),
     Mutation(
@@ -747,7 +747,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the training loop reads the held-out rows",
-        "raycl/training/loop.py",
+        "raycl/training/step_runner.py",
         "train_rows = [each.where(job.holdout.is_train) for each in data_sets]",
         "train_rows = data_sets",
         "tests/cluster/test_run.py",
@@ -825,9 +825,9 @@ MUTATIONS = [
     ),
     Mutation(
         "fewer workers than requested reduce the global batch",
-        "raycl/training/loop.py",
-        "BatchShard(batch_size=stage.batch_size, rank=rank(), num_workers=num_workers())",
-        "BatchShard(\n            batch_size=stage.batch_size * num_workers() // self._job.config.workers,\n            rank=rank(),\n            num_workers=num_workers(),\n        )",
+        "raycl/training/step_runner.py",
+        "size, workers = self.plan.stage.batch_size, num_workers()",
+        "workers = num_workers()\n        size = self.plan.stage.batch_size * workers // self._job.config.workers",
         "tests/cluster/test_stages.py tests/cluster/test_run.py tests/cluster/test_survival.py",
     ),
     Mutation(
@@ -839,7 +839,7 @@ MUTATIONS = [
     ),
     Mutation(
         "workers may have different numbers of rows",
-        "raycl/training/loop.py",
+        "raycl/training/step_runner.py",
         '        check_equal(sum(map(len, train_rows)), "the number of training rows")\n',
         "",
         "tests/workers/test_distributed.py",

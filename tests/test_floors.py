@@ -25,7 +25,7 @@ LAYERS = (  # lowest first; packages in the same layer do not import each other
     {"progress", "cli.ray_options", "training.coordinator"},
     {"training", "inference"},
     {"preparation", "report"},
-    {"evaluation.classification", "evaluation.retrieval", "evaluation.sts"},
+    {"evaluation.classification", "evaluation.retrieval", "evaluation.sts", "step_replay"},
     {"cli.plan", "doctor", "demo", "serve"},
     {"api", "cli.serve"},
     {"cli.bank"},

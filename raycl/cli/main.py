@@ -274,6 +274,43 @@ def report(
 
 
 @app.command()
+def replay(
+    run: Annotated[str, typer.Argument(help="The --output of a run.")],
+    step: Annotated[int | None, typer.Option(help="Step to make again, from 1 on.")] = None,
+    find: Annotated[
+        str | None,
+        typer.Option(help="Find steps instead: max-loss, nan, or sample=ID for those that drew it."),
+    ] = None,
+    top: Annotated[int, typer.Option(help="Negatives of each query, or steps of --find max-loss.")] = 5,
+    json_file: Annotated[
+        str | None, typer.Option("--json", help="File to write the result to as JSON; local or s3://.")
+    ] = None,
+    html: Annotated[str | None, typer.Option(help="Page to write with pictures; local or s3://.")] = None,
+    data: Annotated[
+        list[str] | None, typer.Option(help="The data of the run, if they have moved; may be repeated.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Make a step of a run again, and show which negatives pushed each query; needs no Ray."""
+    if (step is None) == (find is None):
+        raise ConfigError("replay takes exactly one of --step N and --find max-loss|nan|sample=ID")
+    if find is not None and html is not None:
+        raise ConfigError("--html shows a step; give it with --step N")
+    from raycl.api import find_steps
+    from raycl.api import replay as replay_step
+
+    if step is None:
+        found = find_steps(run, find or "", top=top, data=data)
+    else:
+        found = replay_step(run, step=step, top=top, data=data, html=html)
+    if json_file is not None:
+        from raycl.storage import Place, absolute
+
+        Place(absolute(json_file)).write_text(json.dumps(found.to_dict()) + "\n")
+    print(found)
+
+
+@app.command()
 def doctor(
     recipe: Annotated[str | None, typer.Argument(help="Recipe name or .yaml file to check.")] = None,
     data: Annotated[str | None, typer.Option(help="Data set to check; local or s3://.")] = None,

@@ -29,7 +29,7 @@ _ROWS_PER_FRAGMENT = 1_024  # of a Ray Dataset
 class Decoder:
     """Turn raw rows into tables: ``sample_id``, ``label``, and the columns of the formats by role.
 
-    A row with an invalid value is skipped, and the coordinator counts it by cause. Rows that ``keep`` refuses
+    A row with an invalid value is skipped, and the coordinator, if there is one, counts it by cause. Rows that ``keep`` refuses
     are not decoded; ``count`` selects the decoded rows that are counted (by default all). The rows of a click
     log were counted before they were grouped into pairs: ``counts_rows=False``. ``prefix`` precedes the names of
     the fragments, by which the coordinator counts.
@@ -54,8 +54,9 @@ class Decoder:
                 block = []
         # A stream reads the rows of the periodic evaluation separately.
         name = f"{fragment}, to evaluate" if self.count else fragment
-        # Wait, so that the counts of skipped rows are known before the rows are used.
-        ray.get(self.coordinator.add_rows.remote(f"{self.prefix}{name}", stats))
+        if self.coordinator is not None:
+            # Wait, so that the counts of skipped rows are known before the rows are used.
+            ray.get(self.coordinator.add_rows.remote(f"{self.prefix}{name}", stats))
         nothing = {role: [] for role in self.formats}
         yield pa.concat_tables(block or [self._table(nothing, [], [])]).combine_chunks()
 

@@ -53,7 +53,7 @@ class InMemoryDataset:
     def take(self, positions: NDArray[np.int64], *, epoch: int = 0) -> Batch:
         """Copy the rows at these positions into a batch."""
         return Batch(
-            contents=read_all(self._formats, self.arrow_rows(positions)),
+            contents=read_all(self._formats, self.arrow_rows(positions)) if self._formats else {},
             sample_id=self.sample_id[positions],
             label=self.label[positions],
             epoch=epoch,
@@ -89,6 +89,12 @@ class InMemoryDataset:
             for part in self._parts
         ]
         return chosen
+
+    def without_contents(self) -> Self:
+        """Return the rows with ids and labels only: their batches are drawn without a copy of the contents."""
+        bare = copy.copy(self)
+        bare._formats = {}
+        return bare
 
     def labeled(self) -> Self:
         """Return the rows that have a label, sorted by id."""

@@ -14,16 +14,27 @@ from raycl.data.in_memory import Batch, InMemoryDataset
 @final
 @dataclass(frozen=True, kw_only=True)
 class BatchShard:
-    """One worker's shard of every global batch: ``batch_size / num_workers`` rows."""
+    """One worker's shard of every global batch: ``batch_size / num_workers`` rows.
+
+    ``is_whole`` stands for the shards of all workers, in the order of ranks.
+    """
 
     batch_size: int
     rank: int = 0
     num_workers: int = 1
+    is_whole: bool = False
 
     @property
     def local_batch_size(self) -> int:
         """Rows of this worker per step."""
         return self.batch_size // self.num_workers
+
+    @property
+    def rows(self) -> slice:
+        """The rows of the global batch."""
+        if self.is_whole:
+            return slice(0, self.batch_size)
+        return slice(self.rank * self.local_batch_size, (self.rank + 1) * self.local_batch_size)
 
 
 @final
@@ -60,7 +71,6 @@ class InMemorySampler:
         """
         rng = np.random.default_rng((self.seed, epoch))
         num_steps = self.num_batches(share.batch_size)
-        own = slice(share.rank * share.local_batch_size, (share.rank + 1) * share.local_batch_size)
         if self.samples_per_class is None:
             batches, epochs = self._order(share, num_steps, rng), itertools.repeat(epoch)
         else:
@@ -73,7 +83,7 @@ class InMemorySampler:
             # A row may be drawn several times in an epoch: each step has its own views.
             epochs = itertools.count(epoch * num_steps)
         for batch, number in itertools.islice(zip(batches, epochs, strict=False), start, num_steps):
-            yield self.rows.take(batch[own], epoch=number)
+            yield self.rows.take(batch[share.rows], epoch=number)
 
     def _order(self, share: BatchShard, num_steps: int, rng: np.random.Generator) -> NDArray[np.int64]:
         """Return the rows of each batch, [num_steps, batch_size], each row at most once."""

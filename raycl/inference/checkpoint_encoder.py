@@ -191,6 +191,14 @@ def last_checkpoint(output: Place) -> str:
     return latest["checkpoint_dir_name"]
 
 
+def complete_checkpoints(output: Place) -> list[str]:
+    """Return the names of the complete checkpoints that the run still has, in no order."""
+    folder = output / CHECKPOINTS
+    listed = _read_list(folder) if (folder / CHECKPOINT_LIST).exists() else {}
+    names = {each["checkpoint_dir_name"] for each in listed.get("checkpoint_results", [])}
+    return sorted(name for name in names if (folder / name / STATE).exists())
+
+
 def _read_list(folder: Place) -> dict[str, Any]:
     place = folder / CHECKPOINT_LIST
     for _ in range(_LIST_ATTEMPTS):

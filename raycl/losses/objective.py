@@ -37,7 +37,8 @@ class Partition:
 class StoreBatch:
     """The rows of a store for one step: own slots [local_batch, dim], negatives [n, dim] with ids [n].
 
-    A store indexes rows by names. ``for_batch`` replaces them by the ids of the batch and keeps them in
+    ``negative_step`` are the steps of the stored negatives, int64 on the host, which follow explicit ones. A store
+    indexes rows by names. ``for_batch`` replaces them by the ids of the batch and keeps them in
     ``negative_name`` [n], and adds the ``guide`` of all workers' rows, if the batch has one.
     """
 
@@ -45,6 +46,7 @@ class StoreBatch:
     negatives: Tensor | None = None
     negative_id: Tensor | None = None
     negative_name: Tensor | None = None
+    negative_step: Tensor | None = None
     partition: Partition | None = None
     guide: Guide | None = None
 

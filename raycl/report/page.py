@@ -3,17 +3,15 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib import resources
-from typing import Any, final
+from typing import final
 
-import jinja2
 import numpy as np
-from markupsafe import Markup
 
 from raycl.errors import ConfigError
 from raycl.records import ROLLBACK
 from raycl.report import sections
 from raycl.report.plots import NUM_HUES, NUM_STYLES, SVG_DASHES
+from raycl.report.render import render_template
 from raycl.report.run import Run
 from raycl.report.sections import EVALUATION_METRICS
 from raycl.report.snapshots import NeighborSearch, QueryNeighbors, choose_queries
@@ -22,7 +20,7 @@ from raycl.report.tables import differing_settings, event_table, final_metrics, 
 
 def render_run(run: Run) -> str:
     """Return the page of one run."""
-    return _render(
+    return render_template(
         "run.html.jinja",
         title=run.name,
         run=run,
@@ -57,7 +55,7 @@ def render_comparison(runs: Sequence[Run]) -> str:
     # Runs with different batch sizes are compared by the samples that they have seen.
     batches = {tuple(stage.batch_size for stage in run.config.stages) for run in runs}
     over = "step" if len(batches) == 1 else "samples"
-    return _render(
+    return render_template(
         "comparison.html.jinja",
         title=f"{len(runs)} runs compared",
         runs=[
@@ -195,20 +193,3 @@ def _why_no_snapshots(run: Run) -> str:
     if run.data.get("streamed"):
         return "the data are streamed and no rows are held out"
     return "the run has not reached its first snapshot"
-
-
-def _render(name: str, **values: Any) -> str:
-    # Names, labels, texts and errors come from users: everything but our drawings is escaped.
-    environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_template),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    style = Markup(_template("style.css"))
-    return environment.get_template(name).render(style=style, **values)
-
-
-def _template(name: str) -> str:
-    return resources.files("raycl.report").joinpath("templates", name).read_text("utf-8")

@@ -33,7 +33,7 @@ def open_bank(job: Job, report: Printer) -> Iterator[Bank | None]:
         return
     name = _bank_name(job.output)
     spec = bank_spec(config, output=job.output.uri, name=name, num_samples=job.num_samples)
-    sample_id = None if job.sample_id is None else ray.get(job.sample_id)
+    sample_id = job.load_sample_ids()
     bank = start_bank(spec, sample_id, cluster_grows=config.autoscaling)
     _report(bank, report)
     try:
@@ -62,8 +62,8 @@ def open_miner(job: Job, report: Printer) -> Iterator[Job]:
         report("collecting the queries and documents to mine")
         corpus, matches, document_ids = read_corpus(job)
     else:  # the documents are not known yet: a slot for each row
-        assert job.sample_id is not None, "a mined stream has the ids of its rows"
-        document_ids = ray.get(job.sample_id)
+        document_ids = job.load_sample_ids()
+        assert document_ids is not None, "a mined stream has the ids of its rows"
     check_candidates(config, len(document_ids))
     spec = document_bank_spec(
         config, output=job.output.uri, name=_bank_name(job.output), num_documents=len(document_ids)

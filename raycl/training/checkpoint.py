@@ -40,7 +40,7 @@ from raycl.training.train_state import TrainState
 SCORE = "score"  # Ray Train keeps the checkpoints with the highest ones
 _MAX_COST = 0.01  # of the time, for checkpoints whose interval is not configured
 _INTERVALS_S = 10.0, 300.0  # the shortest and the longest of these
-_STEP = re.compile(r"step-([0-9]{8,})")
+_NAME = re.compile(r"step-([0-9]{8,})(?:-stage([0-9]+))?(?:-again([0-9]+))?(?:-judged)?")
 _ORDER = ("rollbacks", "step", "stage")
 
 
@@ -224,7 +224,13 @@ def saved_steps(output: Place) -> set[int]:
     """Return the steps that have a checkpoint, complete or not."""
     folder = output / CHECKPOINTS
     names = {path.split("/")[0] for path, _ in folder.files()} if folder.exists() else set()
-    return {int(step[1]) for step in map(_STEP.match, names) if step}
+    return {int(found[1]) for found in map(_NAME.fullmatch, names) if found}
+
+
+def numbers_of(name: str) -> tuple[int, int, int] | None:
+    """Return the step, the stage and the number of rollbacks of the checkpoint of this name; None for other names."""
+    found = _NAME.fullmatch(name)
+    return None if found is None else (int(found[1]), int(found[2] or 0), int(found[3] or 0))
 
 
 def load_checkpoint() -> Restored | None:
@@ -269,8 +275,12 @@ def _name(position: Position, *, evaluated: bool) -> str:
 
 def _load(checkpoint: ray.train.Checkpoint) -> Restored:
     with checkpoint.as_directory() as folder:
-        content = (Path(folder) / STATE).read_bytes()
-    state = load_state(content, f"{checkpoint.path}/{STATE}")
+        return read_checkpoint((Path(folder) / STATE).read_bytes(), f"{checkpoint.path}/{STATE}")
+
+
+def read_checkpoint(content: bytes, name: str) -> Restored:
+    """Return the content of the file ``name`` of a checkpoint; raises ``StorageError`` if it is damaged."""
+    state = load_state(content, name)
     return Restored(
         position=Position(**state["position"]),
         metrics=state["metrics"],

@@ -199,15 +199,10 @@ class DataModule:
         return self.num_rows * bytes_per_row > object_store_bytes() / 2
 
     def _hold_out(self) -> Holdout:
-        settings = self._config.evaluation
-        if settings.every_epochs == 0 or not self.can_be_judged:
-            return Holdout(seed=self._config.seed)
         # A stream holds out rows of a few fragments only; with all rows in memory, any row may be held out.
         in_fragments = self._first.source is not None and self.streamed
         num_rows = self._num_evaluation_rows() if in_fragments else self.num_rows
-        return make_split(
-            num_rows, num_test=settings.num_test, num_train=settings.num_train, seed=self._config.seed
-        )
+        return hold_out(self._config, num_rows, can_be_judged=self.can_be_judged)
 
     def _evaluation_fragments(self) -> tuple[Fragment, ...]:
         """Return enough evenly spaced fragments for the evaluation; all fragments of a small data set."""
@@ -247,6 +242,14 @@ def _share_classes(data_sets: Sequence[DataSet]) -> None:
                 "give integers or text in all data sets"
             )
         each.use_classes(tuple(sorted(names)))
+
+
+def hold_out(config: RunConfig, num_rows: int, *, can_be_judged: bool) -> Holdout:
+    """Return the split of ``num_rows`` rows, invalid ones included; nothing is held out without an evaluation."""
+    settings = config.evaluation
+    if settings.every_epochs == 0 or not can_be_judged:
+        return Holdout(seed=config.seed)
+    return make_split(num_rows, num_test=settings.num_test, num_train=settings.num_train, seed=config.seed)
 
 
 def known_tokenizer(config: RunConfig, output: Place, *, resumed: bool) -> Tokenizer | None:

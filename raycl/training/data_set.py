@@ -118,26 +118,32 @@ def learn_vocabulary(
     columns: ColumnNames,
     data: Sequence[Source | ray.data.Dataset],
 ) -> Vocabulary:
+    """Count the tokens of these columns as ``count_tokens`` does: of sources in a task of Ray, near the data."""
+    if not isinstance(data[0], Source):
+        return count_tokens(text, tokenizer, columns, data)
+    with unwrap_ray_errors():
+        return ray.get(ray.remote(num_cpus=1)(count_tokens).remote(text, tokenizer, columns, data))
+
+
+def count_tokens(
+    text: TextConfig,
+    tokenizer: Tokenizer | None,
+    columns: ColumnNames,
+    data: Sequence[Source | ray.data.Dataset],
+) -> Vocabulary:
     """Count the tokens of these columns, with a tokenizer trained on them unless one is given.
 
     Raises ``DataError`` if no text is valid.
     """
     columns = replace(columns, **{role: None for role in columns.asked if role not in ROLES})
-
-    def learn() -> Vocabulary:
-        texts = [_texts(text, _values_of(each, columns)) for each in data]
-        # In turn: otherwise a large data set would leave no room for the next one.
-        in_turn = (each for group in zip_longest(*texts) for each in group if each is not None)
-        found = list(islice(in_turn, text.tokenizer_train_size))
-        if not found:
-            raise DataError("found no valid text to train a tokenizer on; check the text columns")
-        size, lowercase = text.vocabulary_size, text.lowercase
-        return Vocabulary.of_texts(found, tokenizer, max_length=text.longest, size=size, lowercase=lowercase)
-
-    if not isinstance(data[0], Source):
-        return learn()
-    with unwrap_ray_errors():  # near the data, not on the client
-        return ray.get(ray.remote(num_cpus=1)(learn).remote())
+    texts = [_texts(text, _values_of(each, columns)) for each in data]
+    # In turn: otherwise a large data set would leave no room for the next one.
+    in_turn = (each for group in zip_longest(*texts) for each in group if each is not None)
+    found = list(islice(in_turn, text.tokenizer_train_size))
+    if not found:
+        raise DataError("found no valid text to train a tokenizer on; check the text columns")
+    size, lowercase = text.vocabulary_size, text.lowercase
+    return Vocabulary.of_texts(found, tokenizer, max_length=text.longest, size=size, lowercase=lowercase)
 
 
 def _texts(text: TextConfig, values: Iterator[tuple[str, list[Any]]]) -> Iterator[str]:

@@ -5,7 +5,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
+import numpy as np
+import pyarrow as pa
 import ray
+from numpy.typing import NDArray
 from torch import nn
 
 from raycl.config import RunConfig
@@ -48,18 +51,19 @@ _MIN_ROWS_CHECKED = 1_000  # rows of a stream before its invalid fraction is che
 class Job:
     """One run as its workers see it.
 
-    ``blocks`` hold all decoded rows by data set; for a stream, only the rows for evaluation. ``num_train`` are the
-    training rows of each data set. ``workers`` is the minimum and the maximum number of workers that were requested.
-    ``bank`` is set if actors hold the negatives. ``sample_id`` refers to the ids of the ``num_samples`` samples that a
-    memory bank has slots for, or the bank of a stream that is mined, and ``guide`` to the embeddings of a guide, which
-    each node holds once; ``corpus`` to the queries and documents of the training rows, if a ``miner`` searches them and
-    they are no stream. ``encoder_pool`` is set if a pool of actors encodes keys. ``began`` is when the run began, in
-    seconds since 1970, later by the time in which no driver ran. ``failure`` is the loss of the group before.
+    ``blocks`` hold all decoded rows by data set; for a stream, only the rows for evaluation. They and ``sample_id`` are
+    values if this process trains alone, without Ray. ``num_train`` are the training rows of each data set. ``workers``
+    is the minimum and the maximum number of workers that were requested. ``bank`` is set if actors hold the negatives.
+    ``sample_id`` refers to the ids of the ``num_samples`` samples that a memory bank has slots for, or the bank of a
+    stream that is mined, and ``guide`` to the embeddings of a guide, which each node holds once; ``corpus`` to the
+    queries and documents of the training rows, if a ``miner`` searches them and they are no stream. ``encoder_pool`` is
+    set if a pool of actors encodes keys. ``began`` is when the run began, in seconds since 1970, later by the time in
+    which no driver ran. ``failure`` is the loss of the group before.
     """
 
     config: RunConfig
     output: Place
-    blocks: tuple[tuple[ray.ObjectRef, ...], ...]
+    blocks: tuple[tuple[ray.ObjectRef | pa.Table, ...], ...]
     stream: StreamingSampler | None
     num_train: tuple[int, ...]
     holdout: Holdout
@@ -70,7 +74,7 @@ class Job:
     vocabulary: Vocabulary | None = None
     network: nn.Module | None = None
     bank: Bank | None = None
-    sample_id: ray.ObjectRef | None = None
+    sample_id: ray.ObjectRef | NDArray[np.int64] | None = None
     num_samples: int | None = None
     guide: ray.ObjectRef | None = None
     corpus: ray.ObjectRef | None = None
@@ -97,9 +101,13 @@ class Job:
     def load_rows(self) -> tuple[InMemoryDataset, list[InMemoryDataset]]:
         """Fetch the decoded rows of ``blocks``: of all data sets together, and of each."""
         formats = build_formats(self.config, self.tokenizer, self.columns)
-        tables = [ray.get(list(blocks)) for blocks in self.blocks]
+        tables = [_fetched(list(blocks)) for blocks in self.blocks]
         together = InMemoryDataset([table for each in tables for table in each], formats)
         return together, [InMemoryDataset(each, formats) for each in tables]
+
+    def load_sample_ids(self) -> NDArray[np.int64] | None:
+        """Fetch the ids that ``sample_id`` refers to, if any."""
+        return None if self.sample_id is None else _fetched([self.sample_id])[0]
 
     def mined_negatives(self) -> MinedNegatives | None:
         """Fetch the corpus, unless it is a stream's, and return the negatives mined from it, if a miner searches it."""
@@ -130,3 +138,9 @@ class Job:
             rows_in(self.coordinator).check(
                 self.config.data.max_invalid_fraction, min_rows=min(_MIN_ROWS_CHECKED, sum(self.num_train))
             )
+
+
+def _fetched(parts: list[Any]) -> list[Any]:
+    """Fetch the values that the parts refer to, all at once; values are returned as they are."""
+    refers = bool(parts) and isinstance(parts[0], ray.ObjectRef)
+    return ray.get(parts) if refers else parts

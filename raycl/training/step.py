@@ -1,6 +1,7 @@
 """One optimization step: embeddings, stored negatives, loss, backward pass, update, store."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
@@ -17,7 +18,7 @@ from raycl.losses.view_pairs import ViewPair, mean_over_pairs
 from raycl.optim import set_learning_rate
 from raycl.training.process import autocast
 from raycl.training.stores import Store
-from raycl.training.train_state import TrainState
+from raycl.training.train_state import Embedded, TrainState
 from raycl.training.views import TakeKeys, Views
 
 
@@ -65,10 +66,11 @@ def train_step(
     stop_requested: bool = False,
     is_watched: bool = False,
     take_keys: TakeKeys | None = None,
+    embed: Callable[..., Embedded] | None = None,
 ) -> StepOutput:
     """Make one step; ``step`` counts from 0, ``stop_requested`` is this worker's own.
 
-    ``take_keys`` takes keys from a pool of actors, if there is one.
+    ``take_keys`` takes keys from a pool of actors, if there is one. ``embed`` replaces ``state.embed``.
 
     Raises ``NonFiniteLossError`` on every worker before any state changes.
     """
@@ -76,7 +78,7 @@ def train_step(
     with phase("store"):
         stored = store.fetch(views, step=step)
     with phase("forward"), autocast(precision, views.view_a.device):
-        embedded = state.embed(views, step=step, take_keys=take_keys)
+        embedded = (embed or state.embed)(views, step=step, take_keys=take_keys)
     query, key = embedded.query, embedded.key
     with phase("loss"):
         stored = stored.for_batch(views.example_ids, embedded.negatives)

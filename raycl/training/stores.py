@@ -5,6 +5,7 @@ the download costs no wait of its own.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, final
 
@@ -168,10 +169,12 @@ class QueueStore:
 
     def fetch(self, views: Views, *, step: int) -> StoreBatch:
         """Return all keys: the queue's own memory, on the host or on the device."""
-        if self._on_device is not None:
-            return self._on_device.fetch(len(self._queue))
         held = self._queue.negatives()
-        return StoreBatch(negatives=torch.from_numpy(held.rows), negative_id=torch.from_numpy(held.sample_id))
+        steps = torch.from_numpy(held.step)
+        if self._on_device is not None:
+            return replace(self._on_device.fetch(len(self._queue)), negative_step=steps)
+        rows, ids = torch.from_numpy(held.rows), torch.from_numpy(held.sample_id)
+        return StoreBatch(negatives=rows, negative_id=ids, negative_step=steps)
 
     def start_download(self, rows: Tensor, views: Views, key_step: Tensor | None = None) -> None:
         """Gather the keys of all workers, in the order of ranks, and start to copy them to the host."""
@@ -240,7 +243,8 @@ class BankStore:
             rows, negative_id = upload([_tensor(found.rows), _tensor(found.sample_id[own:])], self._device)
         if self._holds_partitions:
             return StoreBatch(partition=Partition(rows))
-        return StoreBatch(key=rows[:own], negatives=rows[own:], negative_id=negative_id)
+        steps = self._fetched_step[own:]
+        return StoreBatch(key=rows[:own], negatives=rows[own:], negative_id=negative_id, negative_step=steps)
 
     def initialize(self, rows: Tensor, sample_id: Tensor) -> None:
         """Set the slots of these samples [local_batch] to these embeddings; collective."""

@@ -111,6 +111,17 @@ def test_a_bank_ends_with_its_run_and_keeps_the_snapshots_of_its_checkpoints(
     assert steps == {path.name.removesuffix("-judged") for path in (output / "checkpoints").glob("step-*")}
 
 
+def test_one_process_repeats_a_step_with_the_queue_of_the_snapshot(moco: tuple[Path, RunResult]) -> None:
+    output, result = moco
+    found = raycl.replay(output, step=result.steps, top=8)
+    assert found.checkpoint is not None
+    assert found.relative_difference is not None and found.relative_difference < 5e-4
+    rows = [each for query in found.queries for each in query.negatives]
+    assert {each.source for each in rows} == {"queue"}
+    assert {each.age for each in rows} <= {1, 2, 3, 4}
+    assert all(each.sample.picture and each.sample.label for each in rows)
+
+
 @pytest.fixture(scope="module")
 def in_step(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunResult]:
     """InstDisc with a bank of two shards that are read without prefetching."""

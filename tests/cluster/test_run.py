@@ -290,6 +290,18 @@ def assert_equal_to(finished: Finished, output: Place) -> None:
         assert np.array_equal(portraits[0].embedding, portraits[1].embedding)
 
 
+def test_one_process_repeats_steps_of_the_run_without_ray(finished: Finished) -> None:
+    lines = {line["step"]: line for line in read_metrics(Place(str(finished.output))) if "loss" in line}
+    for step, starts_over in ((3, True), (finished.result.steps, False)):
+        found = raycl.replay(finished.output, step=step)
+        assert (found.checkpoint is None) == starts_over
+        assert found.workers == lines[step]["workers"] == 2
+        assert found.logged_loss == lines[step]["loss"]
+        # Metrics have six digits, and one process adds in another order, which training amplifies.
+        assert found.relative_difference is not None and found.relative_difference < 5e-4
+        assert not found.notes
+
+
 @pytest.fixture(scope="module")
 def on_s3(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> Place:
     """The finished run again, from S3 to S3; it loses a worker within an epoch and continues."""

@@ -1,0 +1,25 @@
+"""Render the templates of pages."""
+
+from importlib import resources
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+
+def render_template(name: str, **values: Any) -> str:
+    """Return the page of the template ``name`` with these values; everything but our own drawings is escaped."""
+    # Names, labels, texts and errors come from users.
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_template),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    style = Markup(_template("style.css"))
+    return environment.get_template(name).render(style=style, **values)
+
+
+def _template(name: str) -> str:
+    return resources.files("raycl.report").joinpath("templates", name).read_text("utf-8")

@@ -1,0 +1,138 @@
+"""``raycl replay --find``: the steps of a run that are worth a look."""
+
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, final
+
+import numpy as np
+
+from raycl.data.sampler import BatchShard
+from raycl.display import Displayable, Table
+from raycl.errors import ConfigError, DataError
+from raycl.step_replay.record import RecordedRun, read_record
+from raycl.step_replay.rows import RunRows, read_rows
+from raycl.training.stages import Position, stage_plans
+from raycl.training.views import build_sampler
+
+KINDS = "max-loss, nan or sample=ID"
+_FAILED_STEP = re.compile(r"(?:became|not finite).*?(?:at|after) step ([0-9]+)")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FoundSteps(Displayable):
+    """Steps of a run, and why they were found.
+
+    Attributes:
+        run: the address of the run.
+        find: the question, such as ``max-loss``.
+        steps: a dictionary for each step, with ``step`` and ``epoch``, and for ``max-loss`` the ``loss`` and
+            ``times_median``, its ratio to the median of the epoch's logged losses; for ``nan`` the ``metrics`` that
+            were not finite; for ``sample=ID`` the ``row`` of the sample in the batch.
+    """
+
+    run: str
+    find: str
+    steps: list[dict[str, Any]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields for JSON."""
+        return {"run": self.run, "find": self.find, "steps": self.steps}
+
+    def to_table(self) -> Table:
+        """Show the steps."""
+        columns = list(self.steps[0]) if self.steps else []
+        rows = [tuple(each.values()) for each in self.steps]
+        facts = {"found": f"{len(self.steps):,} steps"} if self.steps else {"found": "no step"}
+        return Table(title=f"{self.find} in {self.run}", facts=facts, columns=columns, rows=rows)
+
+
+def find_steps(run: str, find: str, *, top: int = 5, data: Sequence[str] = ()) -> FoundSteps:
+    """Find steps, as ``raycl.find_steps`` does."""
+    kind, _, value = find.partition("=")
+    if find not in ("max-loss", "nan") and not (kind == "sample" and re.fullmatch(r"-?[0-9]+", value)):
+        raise ConfigError(f"--find takes {KINDS}, got {find!r}")
+    if top < 1:
+        raise ConfigError(f"--top must be at least 1, got {top}")
+    record = read_record(run, data=data)
+    if kind == "sample":
+        return FoundSteps(run=run, find=find, steps=list(_steps_of_sample(read_rows(record), int(value))))
+    found = _largest(record, top) if find == "max-loss" else list(_not_finite(record))
+    return FoundSteps(run=run, find=find, steps=found)
+
+
+def drawn_ids(rows: RunRows) -> Iterator[tuple[Position, Any]]:
+    """Yield the position of the run before each of its steps, and the sample ids of the step's batch.
+
+    Computed from the order of the rows alone; the steps are those that the configuration plans.
+    """
+    config = rows.run.config
+    sampler = build_sampler(config, [each.without_contents() for each in rows.data_sets()])
+    plans = stage_plans(config, num_train=rows.job.num_train)
+    position = Position()
+    for number, plan in enumerate(plans):
+        while not plan.is_over(steps=position.stage_step, epochs=position.stage_epoch):
+            left = None if plan.stage.steps is None else plan.stage.steps - position.stage_step
+            shard = BatchShard(
+                batch_size=plan.stage.batch_size, num_workers=config.workers_of(plan.stage), is_whole=True
+            )
+            for batch in islice(sampler.epoch_batches(shard, epoch=position.epoch), left):
+                yield position, batch.sample_id
+                position = position.next_step(batch_size=plan.stage.batch_size)
+            if position.stage_step != plan.stage.steps:
+                position = position.next_epoch()
+        if number < len(plans) - 1:
+            position = position.next_stage()
+
+
+def _steps_of_sample(rows: RunRows, sample_id: int) -> Iterator[dict[str, Any]]:
+    """Yield the steps that draw a sample, up to the last logged one; raises ``DataError`` for an unknown sample."""
+    if sample_id not in rows.where:
+        raise DataError(
+            f"the run has no sample {sample_id}; its {len(rows.where):,} samples have ids such as {min(rows.where)}"
+        )
+    known = [each for each in rows.data_sets() if sample_id in each.sample_id]
+    if not known:
+        is_test = bool(rows.job.holdout.is_test(np.array([sample_id]))[0])
+        why = "is held out of training" if is_test else "is invalid, and was skipped"
+        raise DataError(f"the sample {sample_id} ({rows.where[sample_id]}) {why}: no step draws it")
+    last = rows.run.num_logged
+    for position, ids in drawn_ids(rows):
+        if position.step >= last:
+            return
+        for row in (ids == sample_id).nonzero()[0].tolist():
+            yield {"step": position.step + 1, "epoch": position.epoch, "row": row}
+
+
+def _largest(record: RecordedRun, top: int) -> list[dict[str, Any]]:
+    lines = [line for line in record.losses.values() if line["loss"] is not None]
+    medians = {
+        epoch: statistics.median(line["loss"] for line in lines if line["epoch"] == epoch)
+        for epoch in {line["epoch"] for line in lines}
+    }
+    largest = sorted(lines, key=lambda line: line["loss"], reverse=True)[:top]
+    return [
+        {
+            "step": line["step"],
+            "epoch": line["epoch"],
+            "loss": line["loss"],
+            "times_median": round(line["loss"] / medians[line["epoch"]], 3)
+            if medians[line["epoch"]]
+            else None,
+        }
+        for line in largest
+    ]
+
+
+def _not_finite(record: RecordedRun) -> Iterator[dict[str, Any]]:
+    """Yield logged steps with metrics that are not finite, and the step whose loss ended the run."""
+    for step, line in record.losses.items():
+        if names := [name for name, value in line.items() if value is None]:
+            yield {"step": step, "epoch": line["epoch"], "metrics": ", ".join(names)}
+    failed = _FAILED_STEP.search(str(record.result.get("error", "")))
+    if failed is not None and int(failed[1]) not in record.losses:
+        epoch = record.losses.get(record.num_logged, {}).get("epoch")
+        yield {"step": int(failed[1]), "epoch": epoch, "metrics": "loss"}

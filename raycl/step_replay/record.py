@@ -1,0 +1,135 @@
+"""A run as its output records it, and the conditions under which one process can repeat its steps."""
+
+import json
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from raycl.config import RunConfig
+from raycl.config.overrides import config_from_yaml
+from raycl.errors import ConfigError, DataError
+from raycl.models.registry import OWN, SPEC, check_trusted
+from raycl.records import CONFIG, DATA, METRICS, ROLLBACK, read_metrics, read_result
+from raycl.storage import Place, absolute
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RecordedRun:
+    """The configuration of a run, the addresses and the number of its rows, its lines of metrics and its result.
+
+    ``data`` is empty for a Ray Dataset. ``lines`` lack the steps that a rollback undid. ``rollbacks`` counts the
+    rollbacks.
+    """
+
+    output: Place
+    config: RunConfig
+    data: tuple[str, ...]
+    num_rows: int
+    streamed: bool
+    classes: tuple[str, ...] | None
+    lines: list[dict[str, Any]]
+    rollbacks: int
+    result: dict[str, Any]
+
+    @property
+    def losses(self) -> dict[int, dict[str, Any]]:
+        """The line of each logged step."""
+        return {line["step"]: line for line in self.lines if "loss" in line}
+
+    @property
+    def num_logged(self) -> int:
+        """The last logged step."""
+        return max(self.losses, default=0)
+
+    def workers_at(self, step: int) -> int | None:
+        """Return the number of workers of the first logged step from this one on, or else of the last one."""
+        lines = self.losses
+        following = [number for number in lines if number >= step]
+        chosen = min(following) if following else max(lines, default=None)
+        return None if chosen is None else int(lines[chosen]["workers"])
+
+
+def read_record(run: str, *, data: Sequence[str] = ()) -> RecordedRun:
+    """Read a run's output, local or on S3; ``data`` are the addresses of its data if they have moved.
+
+    Raises ``DataError`` if the output holds no run or a file is damaged, ``StorageError`` if one cannot be read.
+    """
+    output = Place(absolute(run))
+    place = output / CONFIG
+    if not place.exists():
+        raise DataError(f"{run} holds no run: there is no {CONFIG}; give the --output of a run")
+    config = config_from_yaml(place.read_text(), name=place.uri)
+    described = _read_json(output / DATA)
+    lines = read_metrics(output) if (output / METRICS).exists() else []
+    classes = described.get("classes")
+    return RecordedRun(
+        output=output,
+        config=config,
+        data=tuple(data or _listed(described.get("data"))),
+        num_rows=int(described["num_rows"]),
+        streamed=bool(described.get("streamed")),
+        classes=None if classes is None else tuple(classes),
+        lines=list(_last_of_each_step(lines)),
+        rollbacks=sum(line.get("event") == ROLLBACK for line in lines),
+        result=read_result(output) if (output / "result.json").exists() else {},
+    )
+
+
+def check_repeatable(run: RecordedRun, trusted: Collection[str] | None = None) -> None:
+    """Raise ``ConfigError`` if a step depends on more than checkpoints, rows in memory, and hashes.
+
+    Also if the configuration names code outside the ``trusted`` packages, or the rows have no address.
+    """
+    config, output = run.config, run.output
+    reasons = {
+        "its data are streamed, and replay reads only rows held in memory": run.streamed,
+        "a pool of actors encoded its keys with weights of other steps": config.uses_key_pool,
+        "its negatives were mined during training, at times that depend on the cluster": config.negatives.mined.num,
+        "a guide masks its negatives, which replay does not read": config.negatives.guide.query is not None,
+        f"actors hold its {config.negatives.store}, whose rows replay does not read": (
+            config.negatives.store in ("memory_bank", "partition") and config.bank.location == "actor"
+        ),
+        "it grouped a click log with labels; group it once by jobs/prepare.py and train on that": (
+            config.data.kind == "pairs" and config.data.columns.label is not None
+        ),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ConfigError(f"this run cannot be replayed: {reason}")
+    place, is_text = output / CONFIG, config.data.kind in ("text", "pairs")
+    check_trusted(config.encoder.name, place.uri, trusted, is_text=is_text)
+    if config.data.kind == "image_text":
+        check_trusted(config.text_encoder.name, place.uri, trusted, is_text=True)
+    if (output / SPEC).exists() and _read_json(output / SPEC).get("name") == OWN:
+        raise ConfigError("the run trained a network of its user's own, which only that program can build")
+    if not run.data:
+        raise ConfigError(
+            "the run trained on a Ray Dataset, which has no address; give the same rows by --data"
+        )
+
+
+def _last_of_each_step(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the lines without those of the steps that a rollback undid."""
+    kept: list[dict[str, Any]] = []
+    for line in lines:
+        if line.get("event") == ROLLBACK:
+            kept = [each for each in kept if each["step"] <= line["step"]]
+        kept.append(line)
+    yield from kept
+
+
+def _listed(data: object) -> list[str]:
+    return [data] if isinstance(data, str) else list(data) if isinstance(data, list) else []
+
+
+def _read_json(place: Place) -> dict[str, Any]:
+    if not place.exists():
+        raise DataError(f"{place} is missing: the run did not begin to train")
+    try:
+        found = json.loads(place.read_text())
+        if not isinstance(found, dict):
+            raise ValueError("it holds no object")
+    except ValueError as error:
+        raise DataError(f"{place} is damaged: {error}") from None
+    return found

@@ -1,0 +1,118 @@
+"""Runs that are trained in test processes, without Ray, with the output of a real run."""
+
+import json
+from collections.abc import Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import raycl
+from raycl.config import RunConfig
+from raycl.data.sources import find_source
+from raycl.negatives.actor import QueueActor
+from raycl.records import CHECKPOINT_LIST, CHECKPOINTS, MetricsLog, write_result
+from raycl.step_replay.record import read_record
+from raycl.step_replay.restore import coming_views
+from raycl.step_replay.rows import read_rows
+from raycl.storage import Place
+from raycl.training.data_set import count_tokens
+from raycl.training.preflight import column_names, describe_data, save_run_files
+from raycl.training.step_runner import StepRunner
+from raycl.training.stores import bank_spec
+from tests.settings import override_active
+from tests.workers.processes import run_workers
+
+SMALL: dict[str, Any] = {
+    "data.channels": 1,
+    "data.cache": "materialize",
+    "encoder.name": "tests.cluster.networks:small",
+    "encoder.kwargs": {"channels": 1},
+    "text.max_length": 10,
+    "text.max_document_length": 14,
+    "text.vocabulary_size": 400,
+    "projection_head.dim": 16,
+    "bank.location": "worker",
+    "negatives.capacity": 96,
+    "negatives.num_negatives": 40,
+    "evaluation.num_test": 16,
+    "log_every_steps": 1,
+    "stages.0.batch_size": 32,
+    "stages.0.epochs": None,
+    "stages.0.steps": 10,
+}
+
+
+def small_config(method: str, settings: Mapping[str, Any]) -> RunConfig:
+    """Return a recipe with a tiny network with dropout and ten steps of 32 samples."""
+    return override_active(raycl.recipe(method, image_size=16), SMALL, settings)
+
+
+def record_run(config: RunConfig, data: Path, output: Path, *, checkpoints: tuple[int, ...] = ()) -> Path:
+    """Train with the workers of the configuration, and write what a run writes; return the output.
+
+    Checkpoints are saved after the steps ``checkpoints``. The file ``ids.json`` lists the sample ids of each step.
+    """
+    place, source = Place(str(output)), find_source(str(data), column_names(config))
+    vocabulary = None
+    if config.has_texts:
+        vocabulary = count_tokens(config.text, None, source.columns, [source])
+    described = describe_data([source.uri], [source.num_rows], source.classes, streamed=False)
+    save_run_files(place, config, described, vocabulary)
+    write_result(place, {"status": "running"})
+    by_worker = run_workers(train, config.workers, str(output), checkpoints)
+    lines = by_worker[0][0]
+    ids = [list(chain(*of_step)) for of_step in zip(*(each for _, each in by_worker), strict=True)]
+    (place / "ids.json").write_text(json.dumps(ids))
+    log = MetricsLog(place)
+    for line in lines:
+        log.write(line)
+    log.flush()
+    write_result(place, {"status": "finished", "steps": len(lines)})
+    return output
+
+
+def train(
+    rank: int, num_workers: int, output: str, checkpoints: tuple[int, ...]
+) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """Make all steps on one worker, and save checkpoints on the first; return lines of metrics, and ids of each step."""
+    rows = read_rows(read_record(output))
+    runner = StepRunner(rows.with_counted_tokens(), None, torch.device("cpu"))
+    runner.initialize_bank()
+    lines: list[dict[str, Any]] = []
+    ids: list[list[int]] = []
+    for views in coming_views(runner):
+        before = runner.position
+        loss = runner.step(views).loss
+        line = {"step": before.step + 1, "epoch": before.epoch, "stage": before.stage, "workers": num_workers}
+        line |= {"loss": loss, "learning_rate": runner.plan.learning_rate(before.stage_step)}
+        lines.append(line)
+        ids.append(views.ids.tolist())
+        if runner.position.step in checkpoints and rank == 0:
+            save_checkpoint(runner, Path(output) / CHECKPOINTS)
+    return lines, ids
+
+
+def save_checkpoint(runner: StepRunner, folder: Path) -> None:
+    """Write a checkpoint as the trainer does, and add it to the list; a queue in an actor has its own snapshot."""
+    name = f"step-{runner.position.step:08d}"
+    has_actor = runner.config.negatives.store == "queue" and runner.config.bank.location == "actor"
+    if has_actor:
+        spec = bank_spec(runner.config, output=str(folder.parent), name="bank", num_samples=None)
+        actor = QueueActor(spec)
+        actor.store.load_state_dict(runner.store._queue.state_dict())  # pyright: ignore[reportAttributeAccessIssue]
+        actor.save(runner.position.step, 0)
+    (folder / name).mkdir(parents=True)
+    state = {
+        "learner": runner.state.state_dict(),
+        "store": {} if has_actor else runner.store.state_dict(),
+        "mined": {},
+        "watch": {},
+        "position": vars(runner.position),
+        "metrics": {},
+    }
+    torch.save(state, folder / name / "state.pt")
+    names = sorted(path.name for path in folder.glob("step-*"))
+    listed = {"checkpoint_results": [{"checkpoint_dir_name": each} for each in names]}
+    (folder / CHECKPOINT_LIST).write_text(json.dumps(listed))
