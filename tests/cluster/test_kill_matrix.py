@@ -309,7 +309,7 @@ def test_an_announced_node_loss_triggers_a_checkpoint_in_time(
     monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1")
     monkeypatch.setenv("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "0.5")
     data = write_digits(tmp_path / "data.parquet", NUM_ROWS)
-    # Nothing else triggers a checkpoint. Losing the actor that splits a stream would count as a failure.
+    # Nothing else triggers a checkpoint. Losing the actor that reads a stream would count as a failure.
     settings = {"checkpoints.every_steps": 1_000, "evaluation.every_epochs": 0, "max_failures": 1}
     settings |= {"min_workers": 1, "cpus_per_worker": 2.5}
     run = FaultedRun(config_of("simclr", tmp_path, **settings), data, Place(str(tmp_path / "run")), tmp_path)
