@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from raycl.losses.info_nce import InfoNce
 from raycl.losses.nt_xent import NtXent
 from raycl.losses.objective import Objective, StoreBatch
 from raycl.step_replay.softmax import SideWeights, WatchedObjective, explain, mean_loss
+from tests.conftest import kept_process_settings
 from tests.images import write_digits
 from tests.recorded_runs import record_run, small_config
 
@@ -164,6 +166,13 @@ def test_another_loss_is_refused() -> None:
         )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def settings_of_the_process() -> Iterator[None]:
+    """Restore the settings of this process, which a replay prepares as one of a worker."""
+    with kept_process_settings():
+        yield
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three epochs and a half of SimCLR on digits, of which the last three are invalid images."""
@@ -270,6 +279,10 @@ def test_steps_with_nan_and_the_step_that_ended_the_run_are_found(run: Path, tmp
     (changed / "result.json").write_text(json.dumps({"status": "failed", "error": error}))
     found = raycl.find_steps(changed, "nan").steps
     assert [(each["step"], each["metrics"]) for each in found] == [(5, "grad_norm"), (12, "loss")]
+    error = "the weights are not finite after step 11; the last checkpoint (step 7) is kept: lower the rate"
+    (changed / "result.json").write_text(json.dumps({"status": "failed", "error": error}))
+    found = raycl.find_steps(changed, "nan").steps
+    assert [(each["step"], each["metrics"]) for each in found] == [(5, "grad_norm"), (11, "weights")]
 
 
 def test_a_step_with_nan_is_explained(run: Path, tmp_path: Path) -> None:
@@ -286,6 +299,44 @@ def test_a_step_with_nan_is_explained(run: Path, tmp_path: Path) -> None:
     assert math.isnan(found.queries[0].loss)
     assert found.to_dict()["loss"] is None
     json.dumps(found.to_dict(), allow_nan=False)
+
+
+def logged_with(run: Path, folder: Path, workers: Callable[[int], int], **added: Any) -> Path:
+    """Return a copy whose steps were made by these numbers of workers, with another line."""
+    changed = copied(run, folder)
+    lines = [json.loads(line) for line in (changed / "metrics.jsonl").read_text().splitlines()]
+    lines = [line | {"workers": workers(line["step"])} for line in lines]
+    if added:
+        lines.insert(0, added)
+    (changed / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return changed
+
+
+def test_the_workers_are_those_that_made_the_step(run: Path, tmp_path: Path, replayed: Any) -> None:
+    resumed = logged_with(
+        run, tmp_path / "resumed", lambda _: 2
+    )  # config.yaml has the one worker of the last command
+    same = copied(resumed, tmp_path / "same")
+    text = (same / "config.yaml").read_text()
+    assert "\nworkers: 1\n" in text
+    (same / "config.yaml").write_text(text.replace("\nworkers: 1\n", "\nworkers: 2\n"))
+    losses = [raycl.replay(each, step=10).loss for each in (resumed, same)]
+    assert losses[0] == losses[1] != pytest.approx(replayed.loss, rel=1e-4)  # dropout differs
+    mixed = logged_with(run, tmp_path / "mixed", lambda step: 1 + (step > 8))
+    assert raycl.replay(mixed, step=14).loss == raycl.replay(same, step=14).loss
+    with pytest.raises(ConfigError, match="steps 8 to 10 were made by 1 and 2 workers"):
+        raycl.replay(mixed, step=10)
+
+
+def test_steps_that_a_rollback_kept_are_replayed_and_others_only_from_later_checkpoints(
+    run: Path, tmp_path: Path, replayed: Any
+) -> None:
+    changed = logged_with(run, tmp_path, lambda _: 1, step=10, event="rollback", text="back to step 10")
+    assert raycl.replay(changed, step=10).loss == replayed.loss
+    with pytest.raises(
+        ConfigError, match="rolled back 1 times, and no checkpoint between .* step 14 is left"
+    ):
+        raycl.replay(changed, step=14)
 
 
 def test_a_replay_without_checkpoints_begins_at_the_start(run: Path, tmp_path: Path, replayed: Any) -> None:

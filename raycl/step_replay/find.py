@@ -18,7 +18,7 @@ from raycl.training.stages import Position, stage_plans
 from raycl.training.views import build_sampler
 
 KINDS = "max-loss, nan or sample=ID"
-_FAILED_STEP = re.compile(r"(?:became|not finite).*?(?:at|after) step ([0-9]+)")
+_FAILED_STEP = re.compile(r"(became|not finite).*?(?:at|after) step ([0-9]+)")
 
 
 @final
@@ -128,11 +128,13 @@ def _largest(record: RecordedRun, top: int) -> list[dict[str, Any]]:
 
 
 def _not_finite(record: RecordedRun) -> Iterator[dict[str, Any]]:
-    """Yield logged steps with metrics that are not finite, and the step whose loss ended the run."""
+    """Yield logged steps with metrics that are not finite, and the step whose loss or weights ended the run."""
     for step, line in record.losses.items():
         if names := [name for name, value in line.items() if value is None]:
             yield {"step": step, "epoch": line["epoch"], "metrics": ", ".join(names)}
     failed = _FAILED_STEP.search(str(record.result.get("error", "")))
-    if failed is not None and int(failed[1]) not in record.losses:
+    if failed is not None:
         epoch = record.losses.get(record.num_logged, {}).get("epoch")
-        yield {"step": int(failed[1]), "epoch": epoch, "metrics": "loss"}
+        # Weights are looked at before a checkpoint: they became so after the last one.
+        metrics = "loss" if failed[1] == "became" else "weights"
+        yield {"step": int(failed[2]), "epoch": epoch, "metrics": metrics}

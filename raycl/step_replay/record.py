@@ -18,8 +18,8 @@ from raycl.storage import Place, absolute
 class RecordedRun:
     """The configuration of a run, the addresses and the number of its rows, its lines of metrics and its result.
 
-    ``data`` is empty for a Ray Dataset. ``lines`` lack the steps that a rollback undid. ``rollbacks`` counts the
-    rollbacks.
+    ``data`` is empty for a Ray Dataset. ``lines`` lack the steps that a rollback undid. ``rollback_steps``
+    are the steps that the run was rolled back to.
     """
 
     output: Place
@@ -29,7 +29,7 @@ class RecordedRun:
     streamed: bool
     classes: tuple[str, ...] | None
     lines: list[dict[str, Any]]
-    rollbacks: int
+    rollback_steps: tuple[int, ...]
     result: dict[str, Any]
 
     @property
@@ -42,12 +42,21 @@ class RecordedRun:
         """The last logged step."""
         return max(self.losses, default=0)
 
-    def workers_at(self, step: int) -> int | None:
-        """Return the number of workers of the first logged step from this one on, or else of the last one."""
+    @property
+    def rollbacks(self) -> int:
+        """The number of rollbacks."""
+        return len(self.rollback_steps)
+
+    def is_kept(self, step: int, *, rollbacks: int) -> bool:
+        """Whether no later rollback undid this step, made after so many rollbacks."""
+        return step <= min(self.rollback_steps[rollbacks:], default=step)
+
+    def workers_between(self, first: int, last: int) -> set[int]:
+        """Return the numbers of workers of these steps by the logged steps within and next to them."""
         lines = self.losses
-        following = [number for number in lines if number >= step]
-        chosen = min(following) if following else max(lines, default=None)
-        return None if chosen is None else int(lines[chosen]["workers"])
+        begin = max((number for number in lines if number <= first), default=first)
+        end = min((number for number in lines if number >= last), default=last)
+        return {int(line["workers"]) for number, line in lines.items() if begin <= number <= end}
 
 
 def read_record(run: str, *, data: Sequence[str] = ()) -> RecordedRun:
@@ -71,7 +80,7 @@ def read_record(run: str, *, data: Sequence[str] = ()) -> RecordedRun:
         streamed=bool(described.get("streamed")),
         classes=None if classes is None else tuple(classes),
         lines=list(_last_of_each_step(lines)),
-        rollbacks=sum(line.get("event") == ROLLBACK for line in lines),
+        rollback_steps=tuple(line["step"] for line in lines if line.get("event") == ROLLBACK),
         result=read_result(output) if (output / "result.json").exists() else {},
     )
 

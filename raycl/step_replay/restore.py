@@ -48,10 +48,8 @@ def train_until(rows: RunRows, step: int, *, device: torch.device | None = None)
         NonFiniteLossError: The loss of an earlier step is not finite.
     """
     run = rows.run
-    config = run.config
-    if config.min_workers is not None:
-        config = config.settled(run.workers_at(step) or config.workers)
     checkpoint, restored = nearest_checkpoint(run, step)
+    config = _with_workers(run, 1 if restored is None else restored.position.step + 1, step)
     job = replace(rows.job if restored else rows.with_counted_tokens(), config=config)
     try:
         runner = StepRunner(job, restored, device or torch.device("cpu"), alone=True)
@@ -79,6 +77,24 @@ def train_until(rows: RunRows, step: int, *, device: torch.device | None = None)
             )
         runner.step(views)
     raise AssertionError("the plan of a run in memory has exactly its steps")
+
+
+def _with_workers(run: RecordedRun, first: int, last: int) -> RunConfig:
+    """Return the configuration with the workers that made these steps; ``--resume`` and the cluster may change them.
+
+    Raises ``ConfigError`` if their number changed in between.
+    """
+    config, seen = run.config, run.workers_between(first, last)
+    if config.min_workers is None and seen <= {config.workers_of(stage) for stage in config.stages}:
+        return config
+    if len(seen) > 1:
+        raise ConfigError(
+            f"the steps {first:,} to {last:,} were made by {' and '.join(map(str, sorted(seen)))} workers, and one "
+            "process repeats one number; choose a step nearer to its checkpoint"
+        )
+    workers = seen.pop() if seen else config.workers
+    stages = tuple(stage.model_copy(update={"workers": None}) for stage in config.stages)
+    return config.model_copy(update={"workers": workers, "min_workers": None, "stages": stages})
 
 
 def _check_bank(config: RunConfig) -> None:
@@ -116,14 +132,14 @@ def nearest_checkpoint(run: RecordedRun, step: int) -> tuple[str | None, Restore
     usable = [
         (numbers, name)
         for name, numbers in found.items()
-        if numbers[0] < step and numbers[2] == run.rollbacks
+        if numbers[0] < step and run.is_kept(step, rollbacks=numbers[2])
     ]
     for _, name in sorted(usable, reverse=True):
         try:
             return name, _restore(run, name)
         except StorageError:
             continue  # a run that still trains deletes its older checkpoints
-    if run.rollbacks:
+    if not run.is_kept(step, rollbacks=0):
         raise ConfigError(
             f"the run was rolled back {run.rollbacks} times, and no checkpoint between the last rollback and step "
             f"{step} is left; choose a later step"

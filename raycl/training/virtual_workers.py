@@ -36,12 +36,18 @@ def embedding_of(
     networks = [
         each for each in (state.tower, state.prediction_head, state.momentum_encoder) if each is not None
     ]
-    if num_workers == 1:
+    has_batchnorm = any(_has(network, _BatchNorm) for network in networks)
+    has_dropout = any(_has(network, _DropoutNd) for network in networks)
+    is_local = has_batchnorm and config.batchnorm == "local"
+    if num_workers == 1 or not (has_dropout or is_local):
         return None
-    if not any(_has(network, _BatchNorm) for network in networks) or config.batchnorm == "local":
+    if is_local or not has_batchnorm:
         return partial(embed_as_workers, state, seed=config.seed, num_workers=num_workers)
-    if not any(_has(network, _DropoutNd) for network in networks):
-        return None
+    if config.has_texts:  # their layers have rows of tokens, or attention with dropout of its own
+        raise ConfigError(
+            f"one process cannot repeat the dropout of {num_workers} workers in texts beside BatchNorm over all rows; "
+            "replay a run with workers=1"
+        )
     recomputes = stage.chunk_size is not None or stage.activation_checkpoint_every is not None
     has_shuffled = config.batchnorm == "shuffled"
     if recomputes or (has_shuffled and config.num_views > 2):
