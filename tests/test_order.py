@@ -1,5 +1,6 @@
 """The order of rows in an epoch: equal batches for any number of workers, and buckets of similar lengths."""
 
+import asyncio
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from raycl.data.in_memory import InMemoryDataset, texts_of, tokens_of
 from raycl.data.sampler import BatchShard, InMemorySampler, bucketed
 from raycl.data.streaming import StreamingSampler
-from raycl.data.windows import RowRange
+from raycl.data.windows import RowRange, _Windows
 from raycl.recipes import recipe
 from tests.pairs import clicks, rows_of, small_config
 from tests.texts import invented_texts
@@ -183,6 +184,18 @@ def test_a_stream_shuffles_windows_of_whole_batches_and_uses_every_row_once() ->
 @pytest.mark.parametrize(("num_rows", "num_steps"), [(11, 0), (12, 1), (47, 3), (48, 4)])
 def test_the_last_window_gives_all_of_its_whole_batches(num_rows: int, num_steps: int) -> None:
     assert len(cut_stream([num_rows], buffer=40, num_workers=1)[0]) == num_steps
+
+
+def test_an_error_of_the_epoch_read_ahead_does_not_hide_the_end_of_this_one() -> None:
+    async def check() -> None:
+        windows = _Windows(stream_of(shuffle_buffer_size=40).cutter(ALONE))
+        await windows._end(0)
+        await windows._fail(ValueError("epoch 1 is broken"))
+        assert await windows.window(0, 0, 3) is None
+        with pytest.raises(ValueError, match="epoch 1 is broken"):
+            await windows.window(0, 1, 0)
+
+    asyncio.run(check())
 
 
 def test_a_buffer_smaller_than_a_batch_is_one_batch() -> None:

@@ -158,13 +158,13 @@ class StreamReader:
         """Start an actor in place of the last one."""
         last, self._cutter = self._actor, cutter
         if rank == 0:
-            if last is not None:
-                ray.kill(last)
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             options = {"scheduling_strategy": here, "max_concurrency": cutter.num_workers + 2}
             self._actor = _WindowActor.options(**options).remote(cutter)
         if cutter.num_workers > 1:
             self._actor = broadcast_from_rank_zero(self._actor if rank == 0 else None)
+        if rank == 0 and last is not None:
+            ray.kill(last)  # now no worker reads from it
 
 
 def _fetch(actor: Any, rank: int, epoch: int, first: int) -> Iterator[Piece]:
@@ -205,7 +205,8 @@ class _Windows:
             )
             pieces = self._window.get((epoch, number))
             if pieces is None:
-                if self._error is not None:
+                # An error of the epoch that is read ahead must not hide the end of this one.
+                if self._error is not None and epoch not in self._ended:
                     raise self._error
                 return None
             own = pieces.pop(rank)
