@@ -18,7 +18,7 @@ import torch
 
 from raycl.display import format_bytes
 from raycl.distributed import all_sum, check_equal, rank
-from raycl.errors import NonFiniteLossError
+from raycl.errors import NonFiniteLossError, RunError
 from raycl.models.build import complete_spec, encoder_specs
 from raycl.models.encoder_io import load_state, save_encoder
 from raycl.models.registry import KEY
@@ -148,10 +148,15 @@ class Checkpointer:
 
     def _move_shards(self, bank: Bank) -> None:
         """Move the shards whose nodes will be removed to other nodes with room, after a snapshot; report each."""
-        moving = [each for each in bank.at_risk() if each.has_room]
-        bank.move([each.shard for each in moving])
-        for each in moving:
-            self._notify(bank, each, "moved away from")
+        for _ in range(bank.spec.num_shards):  # one by one: each takes room that the next one may count on
+            moving = [each for each in bank.at_risk() if each.has_room]
+            if not moving:
+                return
+            try:
+                bank.move([moving[0].shard])
+            except RunError as error:  # another run took the room: the next group waits for it
+                raise TimeoutError(str(error)) from None
+            self._notify(bank, moving[0], "moved away from")
 
     def _notify(self, bank: Bank, risk: ShardAtRisk, text: str) -> None:
         name, node = bank.spec.actor_name(risk.shard), f"node {risk.node_id[:8]}, which will be removed"

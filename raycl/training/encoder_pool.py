@@ -24,7 +24,7 @@ from raycl.ray_runtime import without_stderr
 
 # An encoder without an answer counts as lost after this time, or a multiple of the longest answer so far; Ray
 # notices dead nodes earlier.
-ANSWER_S, _MAX_ANSWER_S, _ANSWER_MARGIN = 300.0, 3_600.0, 4.0
+ANSWER_S, _MAX_ANSWER_S, _ANSWER_MARGIN = 300.0, 900.0, 4.0  # two tries end before a collective does
 _NUM_TRIES = 2  # encoders that a request is sent to
 # Fractions of the time that callers wait: the pool grows above, may shrink below.
 _WAITING, _IDLE = 0.05, 0.01
@@ -205,7 +205,7 @@ class PoolActor:
                 continue
             finally:
                 self._busy_s += time.monotonic() - began
-            self._longest_s = max(self._longest_s, time.monotonic() - began)
+            self._longest_s = max(self._longest_s / 2, time.monotonic() - began)
             self._failures = 0
             if encoder in self._ready:
                 self._idle.append(encoder)
@@ -290,8 +290,8 @@ class PoolActor:
         if encoder in self._starting and not self._ready and not self._has_reported_wait:
             self._has_reported_wait = True
             self._report(
-                f"no encoder of the pool has started for {_START_S:g} s: each waits for {self._launcher.needs}; end other "
-                "tasks, add a node, or lower cpus_per_actor or gpus_per_actor"
+                f"no encoder of the pool has started for {_START_S:g} s: each waits for {self._launcher.needs}, or is "
+                "still being built; end other tasks, add a node, or lower cpus_per_actor or gpus_per_actor"
             )
 
     async def _lose(self, encoder: Any, error: Exception) -> None:
