@@ -100,8 +100,8 @@ MUTATIONS = [
     Mutation(
         "a new miner of a stream does not get the known rows",
         "raycl/training/mining.py",
-        "            self._num_restarts += 1\n            self._send_rows()",
-        "            self._num_restarts += 1",
+        '            self._num_restarts += self._incarnation != ""\n            self._send_rows()',
+        '            self._num_restarts += self._incarnation != ""',
         "tests/test_mined_stream.py",
     ),
     Mutation(
@@ -121,8 +121,8 @@ MUTATIONS = [
     Mutation(
         "each worker keeps its own table",
         "raycl/training/mining.py",
-        "        return all_sum(own.to(self._device)).cpu()",
-        "        return own",
+        "            into.copy_(all_sum(own.to(self._device)))",
+        "            into.copy_(own)",
         "tests/workers/test_mined.py",
     ),
     # Encoding of views

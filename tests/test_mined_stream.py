@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from ray.exceptions import RayError
 
 from raycl.config import RunConfig
 from raycl.data.in_memory import Batch, InMemoryDataset, texts_of
@@ -288,6 +289,24 @@ def same_negatives(transform: Transform, other: Transform, batch: Batch) -> bool
     return all(a is b is None or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
 
 
+def test_rows_that_a_dead_miner_did_not_get_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mining, "ray", LocalRay())
+    rows, network, mined = rows_of_stream("two_tower"), trained("two_tower"), mined_of("two_tower")
+    batches = list(stream_of(rows, mined).epoch_batches(BatchShard(batch_size=10), epoch=0))
+    remote, sent = MagicMock(), list[list[int]]()
+
+    def add(table: pa.Table) -> Any:
+        sent.append(table["sample_id"].to_pylist())
+        return RayError("dead") if len(sent) == 1 else "added"
+
+    remote.add.remote.side_effect = add
+    remote.news.remote.return_value = RayError("dead")
+    client = MinerClient(remote, mined, refresh=100, device=torch.device("cpu"))
+    for step in range(1, 5):
+        client.after_step(step, network)
+    assert sent == 2 * [[each for batch in batches for each in batch.sample_id.tolist()]]
+
+
 @pytest.mark.parametrize("name", VALUES)
 def test_a_worker_sends_what_it_reads_takes_corpus_and_table_and_saves_both(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -296,6 +315,7 @@ def test_a_worker_sends_what_it_reads_takes_corpus_and_table_and_saves_both(
     local = LocalRay()
     monkeypatch.setattr(mining, "ray", local)
     monkeypatch.setattr(mining, "_ASK_EVERY_S", -1.0)
+    monkeypatch.setattr(mining, "_SHARED_BYTES", 256)
     rows, network, mined = rows_of_stream(name), trained(name), mined_of(name)
     batches = list(stream_of(rows, mined).epoch_batches(BatchShard(batch_size=10), epoch=0))
     transform = build_transform(config_of(name), vocabulary().tokenizer, None, mined)
@@ -379,10 +399,12 @@ def test_a_new_miner_gets_the_known_rows_and_its_smaller_corpus_is_not_taken(
         assert mined.table is not None
         assert len(mined.corpus.sample_id) == 30
         assert mined.table.query_step == (0 if step == 1 else step)
-    (sent,) = remote.add.remote.call_args.args
-    assert remote.add.remote.call_count == 1
-    assert sent.equals(table_of_bytes(growths[0].rows))
-    assert sent["sample_id"].to_pylist() == list(range(30))
+    # Once for the new miner, and for each of its two answers that lack rows.
+    sent = [call.args[0] for call in remote.add.remote.call_args_list]
+    assert len(sent) == 3
+    for each in sent:
+        assert each.equals(table_of_bytes(growths[0].rows))
+        assert each["sample_id"].to_pylist() == list(range(30))
     assert client.metrics(step=9)["miner_restarts"] == 1
 
 

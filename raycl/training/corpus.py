@@ -110,8 +110,9 @@ class Corpus:
 
     @cached_property
     def key(self) -> int:
-        """A number that is equal for corpora with the same numbers of documents and pairs."""
-        return content_id(self.bank_id.tobytes() + self.positive.tobytes())
+        """A number that is equal for corpora with the same numbers of documents, pairs and rows, and the same matches."""
+        numbers = (self.bank_id, self.positive, self.sample_id, self.pair, self.first_match, self.matches)
+        return content_id(b"".join(each.tobytes() for each in numbers))
 
     def to_bytes(self) -> bytes:
         """Return what draws need, all but the contents of the queries, for ``from_bytes``."""

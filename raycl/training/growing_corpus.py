@@ -35,9 +35,10 @@ class GrowingCorpus:
         if new:
             rows = unknown(pa.concat_tables(new), self._known)
             if rows.num_rows:
-                self._tables.append(rows)
+                tables = [*self._tables, rows]
+                self._built = self._build(InMemoryDataset(tables, self._formats))
+                self._tables = tables
                 self._known = np.union1d(self._known, rows["sample_id"].to_numpy())
-                self._built = self._build(InMemoryDataset(self._tables, self._formats))
         return self._built
 
     def to_bytes(self) -> bytes:

@@ -32,6 +32,7 @@ from raycl.training.miner import CorpusEncoder, Growth, Miner, News
 from raycl.training.pools import open_pool
 
 _ASK_EVERY_S = 0.5
+_SHARED_BYTES = 64 * 2**20
 
 
 def read_corpus(job: Job) -> tuple[ray.ObjectRef, ray.ObjectRef, NDArray[np.int64]]:
@@ -116,6 +117,7 @@ class MinerClient:
     def __init__(self, miner: Any, mined: MinedNegatives, *, refresh: int, device: torch.device) -> None:
         self._miner, self._mined, self._refresh, self._device = miner, mined, refresh, device
         self._adding: ray.ObjectRef | None = None
+        self._added = pa.table({})  # the rows that are sent
         self._group = uuid.uuid4().hex
         self._asked: ray.ObjectRef | None = None
         self._asked_at = 0.0
@@ -163,8 +165,8 @@ class MinerClient:
             self._asked = self._miner.news.remote(self._group, self._version, *known)
 
     def _note(self, news: News) -> None:
-        if self._incarnation not in ("", news.incarnation):
-            self._num_restarts += 1
+        if news.incarnation != self._incarnation:
+            self._num_restarts += self._incarnation != ""
             self._send_rows()
         self._incarnation = news.incarnation
         if news.table is None:
@@ -173,25 +175,35 @@ class MinerClient:
         if news.growth is not None:
             corpus = Corpus.from_bytes(news.growth.corpus)
             if self._corpus is not None and news.num_rows < len(self._corpus.sample_id):
-                return  # of a new miner, which has not got all rows yet
+                self._send_rows()  # of a new miner, which has not got all rows yet
+                return
             self._growth, self._corpus = news.growth, corpus
         self._newest = news.table
 
     def _send_rows(self) -> None:
         """Send a miner that may have none the rows of a stream that are known; only rank 0 has them."""
-        if self._mined.rows is not None:
-            self._miner.add.remote(table_of_bytes(self._mined.rows))
+        rows = self._mined.rows if self._growth is None else self._growth.rows
+        if rows is not None:
+            self._miner.add.remote(table_of_bytes(rows))
 
     def _send_passed(self) -> None:
         """Send the miner the rows of a stream that passed, unless it has not got the last ones yet."""
         passed = self._mined.passed
-        if not passed or (self._adding is not None and not _is_ready(self._adding)):
+        if self._adding is not None:
+            if not _is_ready(self._adding):
+                return
+            try:
+                ray.get(self._adding)
+            except RayError:  # a dead miner: its successor gets them
+                passed.appendleft(self._added)
+            self._adding = None
+        if not passed:
             return
         corpus = self._mined.corpus
         known = np.empty(0, np.int64) if corpus is None else corpus.sample_id
         rows = unknown(pa.concat_tables([passed.popleft() for _ in range(len(passed))]), known)
         if rows.num_rows:
-            self._adding = self._miner.add.remote(rows)
+            self._added, self._adding = rows, self._miner.add.remote(rows)
 
     def _share(self) -> None:
         """Take the newest table of rank 0, if it has a new one; collective."""
@@ -226,9 +238,13 @@ class MinerClient:
         return Corpus.from_bytes(self._sum_of_first(sent).numpy().tobytes())
 
     def _sum_of_first(self, value: Tensor) -> Tensor:
-        """Return the value of rank 0 on every worker."""
-        own = value if rank() == 0 else torch.zeros_like(value)
-        return all_sum(own.to(self._device)).cpu()
+        """Return the value of rank 0 on every worker, in the host's memory; the device holds a part of it at a time."""
+        first = torch.empty(value.numel(), dtype=value.dtype)
+        size = _SHARED_BYTES // value.element_size()
+        for part, into in zip(value.reshape(-1).split(size), first.split(size), strict=True):
+            own = part if rank() == 0 else torch.zeros_like(part)
+            into.copy_(all_sum(own.to(self._device)))
+        return first.reshape(value.shape)
 
 
 def _is_ready(reference: ray.ObjectRef) -> bool:

@@ -297,5 +297,5 @@ def test_a_streamed_dataset_has_no_ids_for_a_bank(tmp_path: Path) -> None:
 
     rows = [{"image": np.zeros((12, 12, 1), np.uint8), "label": index % 2} for index in range(128)]
     config = run_of("instance_discrimination", **{"data.cache": "stream", "workers": 1})
-    with pytest.raises(DataError, match="needs the ids of all samples"):
+    with pytest.raises(DataError, match="a memory bank and negatives.mined need the ids of all samples"):
         raycl.train(config, dataset=ray.data.from_items(rows), output=str(tmp_path / "run"), quiet=True)
