@@ -8,7 +8,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -151,13 +150,6 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def process_settings() -> Iterator[None]:
     """Restore the threads and the matrix products of torch, which ``prepare_process`` sets."""
-    with kept_process_settings():
-        yield
-
-
-@contextmanager
-def kept_process_settings() -> Iterator[None]:
-    """Restore them at the end."""
     import torch
 
     products = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]

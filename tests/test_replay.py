@@ -3,7 +3,7 @@
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from raycl.losses.info_nce import InfoNce
 from raycl.losses.nt_xent import NtXent
 from raycl.losses.objective import Objective, StoreBatch
 from raycl.step_replay.softmax import SideWeights, WatchedObjective, explain, mean_loss
-from tests.conftest import kept_process_settings
 from tests.images import write_digits
 from tests.recorded_runs import record_run, small_config
 
@@ -166,13 +165,6 @@ def test_another_loss_is_refused() -> None:
         )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def settings_of_the_process() -> Iterator[None]:
-    """Restore the settings of this process, which a replay prepares as one of a worker."""
-    with kept_process_settings():
-        yield
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three epochs and a half of SimCLR on digits, of which the last three are invalid images."""
@@ -212,10 +204,13 @@ def test_a_replayed_step_names_the_samples_of_its_batch(run: Path, replayed: Any
     assert losses == sorted(losses, reverse=True)
 
 
-def test_a_replay_writes_nothing_to_the_run(run: Path) -> None:
+def test_a_replay_writes_nothing_to_the_run_and_leaves_the_process_as_it_was(run: Path) -> None:
+    products = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    settings = products.fp32_precision, torch.get_num_threads()
     raycl.replay(run, step=9)
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+    assert (products.fp32_precision, torch.get_num_threads()) == settings
 
 
 def test_the_json_of_a_step_has_the_documented_keys(replayed: Any) -> None:

@@ -14,7 +14,7 @@ from raycl.step_replay.rows import read_rows
 from raycl.step_replay.samples import Shown, StepSamples
 from raycl.step_replay.softmax import Candidate, SideWeights, WatchedObjective, explain
 from raycl.storage import Place
-from raycl.training.process import available_cores, prepare_process
+from raycl.training.process import available_cores, prepared_process
 
 NUM_SHOWN = 4  # queries in a terminal
 _NOTABLE = 1e-3  # relative difference of losses: sums in another order differ by less
@@ -158,11 +158,7 @@ def replay(
     if top < 1:
         raise ConfigError(f"--top must be at least 1, got {top}")
     record = read_record(run, data=data)
-    prepare_process(available_cores())  # the matrix products of a worker
     rows = read_rows(record)
-    before = train_until(rows, step)
-    runner, views = before.runner, before.views
-    position, plan = runner.position, runner.plan
     watched: list[WatchedObjective] = []
 
     def watch(objective: Any) -> WatchedObjective:
@@ -170,9 +166,13 @@ def replay(
         return watched[0]
 
     loss = math.nan
-    with contextlib.suppress(NonFiniteLossError):
-        loss = runner.step(views, watch=watch).loss
-    sides, temperature = explain(watched[0], top=top)
+    with prepared_process(available_cores()):  # the matrix products of a worker
+        before = train_until(rows, step)
+        runner, views = before.runner, before.views
+        position, plan = runner.position, runner.plan
+        with contextlib.suppress(NonFiniteLossError):
+            loss = runner.step(views, watch=watch).loss
+        sides, temperature = explain(watched[0], top=top)
     samples = StepSamples(rows, views, watched[0].calls[0])
     line = record.losses.get(step, {})
     logged = line.get("loss")

@@ -5,6 +5,7 @@ import ctypes
 import math
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -62,6 +63,19 @@ def prepare_process(num_threads: int) -> None:
             mallopt(_MMAP_THRESHOLD, 2**25)
         mallopt(_TRIM_THRESHOLD, 2**31 - 1)
         mallopt(_TOP_PAD, 64 * 2**20)
+
+
+@contextlib.contextmanager
+def prepared_process(num_threads: int) -> Iterator[None]:
+    """Prepare a process that is the user's own; restore its threads and matrix products at the end."""
+    products = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
+    before, threads = products.fp32_precision, torch.get_num_threads()
+    try:
+        prepare_process(num_threads)
+        yield
+    finally:
+        products.fp32_precision = before
+        torch.set_num_threads(threads)
 
 
 def prepare_device(config: RunConfig, device: torch.device) -> RunConfig:
