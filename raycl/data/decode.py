@@ -29,8 +29,8 @@ _ROWS_PER_FRAGMENT = 1_024  # of a Ray Dataset
 class Decoder:
     """Turn raw rows into tables: ``sample_id``, ``label``, and the columns of the formats by role.
 
-    A row with an invalid value is skipped, and the coordinator, if there is one, counts it by cause. Rows that ``keep`` refuses
-    are not decoded; ``count`` selects the decoded rows that are counted (by default all). The rows of a click
+    A row with an invalid value is skipped, and the coordinator, if there is one, counts it by cause. Rows that
+    ``keep`` refuses are not decoded; ``count`` selects the decoded rows that are counted (by default all). The rows of a click
     log were counted before they were grouped into pairs: ``counts_rows=False``. ``prefix`` precedes the names of
     the fragments, by which the coordinator counts.
     """
