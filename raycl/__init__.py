@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raycl import losses
-    from raycl.api import evaluate, find_steps, replay, run_doctor, train, write_report
+    from raycl.api import (
+        certify,
+        check_certificate,
+        evaluate,
+        find_steps,
+        replay,
+        run_doctor,
+        train,
+        write_report,
+    )
     from raycl.config import RunConfig, Stage
     from raycl.config.overrides import config_from_yaml, config_to_yaml, override
     from raycl.data.columns import ColumnNames
@@ -27,6 +36,8 @@ _HOME = {
     "RunConfig": "raycl.config:RunConfig",
     "RunResult": "raycl.training.launch:RunResult",
     "Stage": "raycl.config:Stage",
+    "certify": "raycl.api:certify",
+    "check_certificate": "raycl.api:check_certificate",
     "config_from_yaml": "raycl.config.overrides:config_from_yaml",
     "config_to_yaml": "raycl.config.overrides:config_to_yaml",
     "connect_bank": "raycl.negatives.bank:connect_bank",
@@ -52,6 +63,8 @@ __all__ = [
     "RunConfig",
     "RunResult",
     "Stage",
+    "certify",
+    "check_certificate",
     "config_from_yaml",
     "config_to_yaml",
     "connect_bank",

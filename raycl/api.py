@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from raycl.display import EvaluationResult
     from raycl.doctor import CheckResult
+    from raycl.step_replay.certificate import Certificate
     from raycl.step_replay.find import FoundSteps
     from raycl.step_replay.step import ReplayedStep
     from raycl.training.launch import RunResult
@@ -203,6 +204,34 @@ def find_steps(
     from raycl.step_replay.find import find_steps as find_in
 
     return find_in(str(run), find, top=top, data=[str(each) for each in _listed(data)])
+
+
+def certify(
+    run: Address, *, steps: int = 4, data: Address | Sequence[Address] | None = None
+) -> "Certificate":
+    """Check a run against the chain of hashes that it wrote, and compute some of its steps again in float64.
+
+    Needs no Ray. ``steps`` are chosen at random among those next to the checkpoints that are left and to the start of the
+    run. ``data`` replaces the addresses of the run's data if they have moved. ``is_valid`` of the result says whether no
+    check failed; ``to_dict()`` is the certificate.
+
+    Raises ``ConfigError`` for a negative number of steps, ``DataError`` if there is no run, and ``StorageError`` for an
+    unreadable address.
+    """
+    from raycl.step_replay.certificate import certify as certify_run
+
+    return certify_run(str(run), steps=steps, data=[str(each) for each in _listed(data)])
+
+
+def check_certificate(file: Address, run: Address | None = None) -> "Certificate":
+    """Check a certificate, and whether the files of its run are still those that were certified.
+
+    Needs neither data nor Ray. ``run`` is the folder of the run, by default the one that the file is in. Raises
+    ``DataError`` if there is no certificate or no run, and ``StorageError`` for an unreadable address.
+    """
+    from raycl.step_replay.certificate import check_certificate as check
+
+    return check(str(file), None if run is None else str(run))
 
 
 def run_doctor(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
+from raycl.chain import LogHash
 from raycl.errors import StorageError
 from raycl.storage import Place
 
@@ -54,21 +55,31 @@ class MetricsLog:
         self._flush_interval_s = flush_interval_s
         resumes = (resume_step or num_rollbacks) and self._place.exists()
         lines = read_metrics(output) if resumes else []
-        self._lines = [json.dumps(line) for line in _until(lines, resume_step, num_rollbacks)]
+        self._lines, self._hash = list[str](), LogHash()
+        for line in _until(lines, resume_step, num_rollbacks):
+            self._add(line)
         self._flushed_at = time.monotonic()
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Add a line, which must contain ``step``."""
-        self._lines.append(json.dumps(_jsonable(line)))
+        self._add(_jsonable(line))
         # A longer file is written less often, to bound the cost of rewriting it.
         if time.monotonic() - self._flushed_at >= self._flush_interval_s * max(1.0, len(self._lines) / 2_000):
             self.flush()
+
+    def head(self) -> dict[str, Any]:
+        """Return the number of all lines so far and their SHA-256."""
+        return self._hash.head()
 
     def flush(self) -> None:
         """Write all lines to storage; raises ``StorageError``."""
         self._check()
         self._place.write_text("".join(f"{line}\n" for line in self._lines))
         self._flushed_at = time.monotonic()
+
+    def _add(self, line: Mapping[str, Any]) -> None:
+        self._lines.append(json.dumps(line))
+        self._hash.add(self._lines[-1])
 
 
 def read_metrics(output: Place) -> list[dict[str, Any]]:

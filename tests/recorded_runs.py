@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 import raycl
 from raycl.config import RunConfig
+from raycl.data.fingerprint import fingerprint
 from raycl.data.sources import find_source
 from raycl.negatives.actor import QueueActor
 from raycl.records import CHECKPOINT_LIST, CHECKPOINTS, MetricsLog, write_result
@@ -19,6 +21,7 @@ from raycl.step_replay.rows import read_rows
 from raycl.storage import Place
 from raycl.training.data_set import count_tokens
 from raycl.training.preflight import column_names, describe_data, save_run_files
+from raycl.training.run_chain import RunChain
 from raycl.training.step_runner import StepRunner
 from raycl.training.stores import bank_spec
 from tests.settings import override_active
@@ -62,39 +65,49 @@ def record_run(config: RunConfig, data: Path, output: Path, *, checkpoints: tupl
     save_run_files(place, config, described, vocabulary)
     write_result(place, {"status": "running"})
     by_worker = run_workers(train, config.workers, str(output), checkpoints)
-    lines = by_worker[0][0]
     ids = [list(chain(*of_step)) for of_step in zip(*(each for _, each in by_worker), strict=True)]
     (place / "ids.json").write_text(json.dumps(ids))
-    log = MetricsLog(place)
-    for line in lines:
-        log.write(line)
-    log.flush()
-    write_result(place, {"status": "finished", "steps": len(lines)})
+    head = by_worker[0][0]
+    write_result(place, {"status": "finished", "steps": len(ids), "final": {}, "chain": head})
     return output
 
 
 def train(
     rank: int, num_workers: int, output: str, checkpoints: tuple[int, ...]
-) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """Make all steps on one worker, and save checkpoints on the first; return lines of metrics, and ids of each step."""
-    rows = read_rows(read_record(output))
-    runner = StepRunner(rows.with_counted_tokens(), None, torch.device("cpu"))
+) -> tuple[str, list[list[int]]]:
+    """Make all steps on one worker; the first one saves checkpoints, the log and the chain.
+
+    Returns the hash of the last link, and the sample ids of each step.
+    """
+    rows, device = read_rows(read_record(output)), torch.device("cpu")
+    job = rows.with_counted_tokens()
+    blocks: Any = [table for tables in job.blocks for table in tables]
+    job = replace(job, fingerprint=fingerprint(*blocks))
+    runner = StepRunner(job, None, device)
     runner.initialize_bank()
-    lines: list[dict[str, Any]] = []
+    log = MetricsLog(Place(output))
+    links = RunChain(job, log.head, runner.position, None, device)
     ids: list[list[int]] = []
     for views in coming_views(runner):
         before = runner.position
         loss = runner.step(views).loss
+        links.step(views, before, loss)
         line = {"step": before.step + 1, "epoch": before.epoch, "stage": before.stage, "workers": num_workers}
         line |= {"loss": loss, "learning_rate": runner.plan.learning_rate(before.stage_step)}
-        lines.append(line)
+        log.write(line)
         ids.append(views.ids.tolist())
-        if runner.position.step in checkpoints and rank == 0:
-            save_checkpoint(runner, Path(output) / CHECKPOINTS)
-    return lines, ids
+        if runner.position.step in checkpoints:
+            links.sum_draws()
+            if rank == 0:
+                save_checkpoint(runner, links, Path(output) / CHECKPOINTS)
+    links.sum_draws()
+    if rank != 0:
+        return "", ids
+    log.flush()
+    return links.end(runner.position, {}), ids
 
 
-def save_checkpoint(runner: StepRunner, folder: Path) -> None:
+def save_checkpoint(runner: StepRunner, links: RunChain, folder: Path) -> None:
     """Write a checkpoint as the trainer does, and add it to the list; a queue in an actor has its own snapshot."""
     name = f"step-{runner.position.step:08d}"
     has_actor = runner.config.negatives.store == "queue" and runner.config.bank.location == "actor"
@@ -109,10 +122,12 @@ def save_checkpoint(runner: StepRunner, folder: Path) -> None:
         "store": {} if has_actor else runner.store.state_dict(),
         "mined": {},
         "watch": {},
+        "chain": links.state_dict(),
         "position": vars(runner.position),
         "metrics": {},
     }
     torch.save(state, folder / name / "state.pt")
+    links.checkpoint(name, runner.position, folder / name / "state.pt")
     names = sorted(path.name for path in folder.glob("step-*"))
     listed = {"checkpoint_results": [{"checkpoint_dir_name": each} for each in names]}
     (folder / CHECKPOINT_LIST).write_text(json.dumps(listed))

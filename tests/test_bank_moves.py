@@ -196,7 +196,7 @@ def saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNa
     monkeypatch.setattr("raycl.training.checkpoint.wait_for_all", lambda _: bank.events.append("wait"))
     nothing: Any = None
     checkpointer = Checkpointer(
-        job, nothing, nothing, nothing, Position(), mined=None, device=torch.device("cpu")
+        job, nothing, nothing, nothing, nothing, Position(), mined=None, device=torch.device("cpu")
     )
     store = SimpleNamespace(save=lambda step: bank.events.append(("save", step)))
     yield SimpleNamespace(

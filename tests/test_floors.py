@@ -13,6 +13,7 @@ LAYERS = (  # lowest first; packages in the same layer do not import each other
     {"errors", "display", "loss_specs"},
     {"address", "gpus"},
     {"ray_runtime", "storage", "distributed.shared_memory", "tokenization", "tracking.prometheus"},
+    {"chain"},
     {"records", "provenance", "embedding_snapshot"},
     {"distributed", "lease"},
     {"losses", "augment", "data"},

@@ -215,7 +215,7 @@ def test_checkpoints_take_at_most_1_percent_of_the_time(
     cost: float, configured: float | None, expected: float
 ) -> None:
     settings = SimpleNamespace(config=SimpleNamespace(checkpoints=CheckpointConfig(interval_s=configured)))
-    given: Any = (settings, None, None, None, Position(), None, torch.device("cpu"))
+    given: Any = (settings, None, None, None, None, Position(), None, torch.device("cpu"))
     checkpointer = Checkpointer(*given)
     checkpointer._cost_s = cost
     assert checkpointer._interval_s() == pytest.approx(expected)

@@ -10,7 +10,7 @@ from raycl.data.split import Holdout
 from raycl.models.build import build_towers
 from raycl.models.towers import Towers
 from raycl.storage import Place
-from raycl.training.checkpoint import save_towers
+from raycl.training.encoder_files import save_towers
 from raycl.training.job import Job
 from raycl.training.preflight import column_names
 from tests.pairs import vocabulary

@@ -311,6 +311,44 @@ def replay(
 
 
 @app.command()
+def certify(
+    run: Annotated[
+        str | None, typer.Argument(help="The --output of a run; with --check, by default the file's folder.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Steps to compute again, chosen at random.")] = 4,
+    json_file: Annotated[
+        str | None, typer.Option("--json", help="Certificate to write; default: certificate.json in the run.")
+    ] = None,
+    check: Annotated[
+        str | None, typer.Option(help="Check this certificate and the files of its run; needs no data.")
+    ] = None,
+    data: Annotated[
+        list[str] | None, typer.Option(help="The data of the run, if they have moved; may be repeated.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Check a run against its chain of hashes, compute some steps again, and write a certificate; needs no Ray."""
+    from raycl.api import certify as certify_run
+    from raycl.api import check_certificate
+
+    if check is not None:
+        if data or json_file is not None:
+            raise ConfigError(
+                "--check reads a certificate and the files of its run only; remove --data and --json"
+            )
+        found = check_certificate(check, run)
+    elif run is None:
+        raise ConfigError("certify needs a run: raycl certify RUN, or raycl certify --check FILE")
+    else:
+        found = certify_run(run, steps=steps, data=data)
+    print(found)
+    if not found.is_valid:
+        raise typer.Exit(1)
+    if check is None:
+        print(f"the certificate is in {found.write(json_file)}")
+
+
+@app.command()
 def doctor(
     recipe: Annotated[str | None, typer.Argument(help="Recipe name or .yaml file to check.")] = None,
     data: Annotated[str | None, typer.Option(help="Data set to check; local or s3://.")] = None,

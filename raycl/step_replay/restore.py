@@ -36,8 +36,12 @@ class BeforeStep:
     learning_rates: dict[int, float]
 
 
-def train_until(rows: RunRows, step: int, *, device: torch.device | None = None) -> BeforeStep:
+def train_until(
+    rows: RunRows, step: int, *, workers: int | None = None, device: torch.device | None = None
+) -> BeforeStep:
     """Train from the nearest checkpoint up to the step before ``step``, which counts from 1.
+
+    ``workers`` is the number of workers that made these steps, by default as the log has it.
 
     This process makes the steps of all workers of the run: see :mod:`raycl.training.virtual_workers`. Nothing is
     written. The floating-point sums are those of one process, so that losses differ in the last digits from those of
@@ -49,7 +53,7 @@ def train_until(rows: RunRows, step: int, *, device: torch.device | None = None)
     """
     run = rows.run
     checkpoint, restored = nearest_checkpoint(run, step)
-    config = _with_workers(run, 1 if restored is None else restored.position.step + 1, step)
+    config = _with_workers(run, 1 if restored is None else restored.position.step + 1, step, workers)
     job = replace(rows.job if restored else rows.with_counted_tokens(), config=config)
     try:
         runner = StepRunner(job, restored, device or torch.device("cpu"), alone=True)
@@ -79,12 +83,13 @@ def train_until(rows: RunRows, step: int, *, device: torch.device | None = None)
     raise AssertionError("the plan of a run in memory has exactly its steps")
 
 
-def _with_workers(run: RecordedRun, first: int, last: int) -> RunConfig:
+def _with_workers(run: RecordedRun, first: int, last: int, known: int | None) -> RunConfig:
     """Return the configuration with the workers that made these steps; ``--resume`` and the cluster may change them.
 
-    Raises ``ConfigError`` if their number changed in between.
+    ``known`` is their number, if it is. Raises ``ConfigError`` if their number changed in between.
     """
-    config, seen = run.config, run.workers_between(first, last)
+    config = run.config
+    seen = run.workers_between(first, last) if known is None else {known}
     if config.min_workers is None and seen <= {config.workers_of(stage) for stage in config.stages}:
         return config
     if len(seen) > 1:

@@ -19,11 +19,7 @@ import torch
 from raycl.display import format_bytes
 from raycl.distributed import all_sum, check_equal, rank
 from raycl.errors import NonFiniteLossError, RunError
-from raycl.models.build import complete_spec, encoder_specs
-from raycl.models.encoder_io import load_state, save_encoder
-from raycl.models.registry import KEY
-from raycl.models.specs import TextEncoderSpec
-from raycl.models.towers import Towers
+from raycl.models.encoder_io import load_state
 from raycl.negatives.bank import Bank
 from raycl.negatives.placement import ShardAtRisk, reserved_memory
 from raycl.records import CHECKPOINTS, STATE, backup_manifest
@@ -33,6 +29,7 @@ from raycl.training.coordinator import add_notice
 from raycl.training.job import Job
 from raycl.training.metrics_logger import MetricsLogger
 from raycl.training.mined import MinedNegatives
+from raycl.training.run_chain import RunChain
 from raycl.training.stages import Position
 from raycl.training.stores import Store, wait_for_all
 from raycl.training.train_state import TrainState
@@ -55,6 +52,7 @@ class Restored:
     store_state: Mapping[str, Any]
     mined_state: Mapping[str, Any]
     monitor_state: Mapping[str, Any]
+    chain_state: Mapping[str, Any]
 
 
 @final
@@ -67,12 +65,13 @@ class Checkpointer:
         train_state: TrainState,
         monitor: CollapseMonitor,
         logger: MetricsLogger,
+        chain: RunChain,
         position: Position,
         mined: MinedNegatives | None,
         device: torch.device,
     ) -> None:
         """``position`` is the start of the run, or the checkpoint that it resumes from."""
-        self._mined, self._device = mined, device
+        self._mined, self._chain, self._device = mined, chain, device
         self._job, self._train_state, self._monitor, self._logger = job, train_state, monitor, logger
         self._is_writer = rank() == 0
         self._preempted: frozenset[int] = frozenset()  # ranks whose nodes will be preempted
@@ -120,6 +119,7 @@ class Checkpointer:
             self._job.check_lease()
             self._logger.flush()
             self._train_state.average_statistics()
+            self._chain.sum_draws()
             self._save_bank(position, store)
             if self._is_writer:
                 backup_manifest(self._job.output)
@@ -185,10 +185,12 @@ class Checkpointer:
                 "store": store.state_dict(),
                 "mined": {} if self._mined is None else self._mined.state_dict(),
                 "watch": self._monitor.state_dict(),
+                "chain": self._chain.state_dict(),
                 "position": asdict(position),
                 "metrics": dict(metrics),
             }
             torch.save(state, Path(folder) / STATE)
+            self._chain.checkpoint(name, position, Path(folder) / STATE)
             checkpoint = ray.train.Checkpoint.from_directory(folder)
             ray.train.report(reported, checkpoint=checkpoint, checkpoint_dir_name=name)
 
@@ -256,21 +258,6 @@ def load_healthy_checkpoint() -> Restored | None:
     return None if latest is None else _load(latest.checkpoint)
 
 
-def save_towers(towers: Towers, job: Job) -> None:
-    """Write the encoder; for two towers, also the key encoder and the projection heads."""
-    specs = encoder_specs(job.config, job.tokenizer)
-    saved = list(zip(towers.towers, specs, (job.output, job.output / KEY), strict=False))
-    # The spec of the first tower is written last: it marks the encoder of the run as saved.
-    for tower, spec, folder in reversed(saved):
-        save_encoder(
-            tower.encoder,
-            complete_spec(spec, tower.encoder, own=job.network is not None),
-            folder,
-            projection_head=None if spec.projection_head is None else tower.projection_head,
-            tokenizer=job.tokenizer if isinstance(spec, TextEncoderSpec) else None,
-        )
-
-
 def _name(position: Position, *, evaluated: bool) -> str:
     """Return a unique name: Ray Train would delete one of two checkpoints with the same name."""
     stage = f"-stage{position.stage}" if position.stage else ""
@@ -293,4 +280,5 @@ def read_checkpoint(content: bytes, name: str) -> Restored:
         store_state=state["store"],
         mined_state=state.get("mined", {}),  # none in checkpoints of earlier versions
         monitor_state=state["watch"],
+        chain_state=state.get("chain", {}),  # the same
     )

@@ -10,6 +10,7 @@ import ray
 from torch import nn
 
 from raycl.config import RunConfig
+from raycl.data.fingerprint import fingerprint_of_blocks
 from raycl.data.sources import Source
 from raycl.display import Displayable, Table
 from raycl.errors import RayclError, RunError, StoppedError, StorageError
@@ -47,6 +48,7 @@ class RunResult(Displayable):
     not use. ``flat_images`` counts images whose pixels all have the same value; the run uses them. ``data_sets``
     has the same counts, and the steps, of each of several data sets. ``goodput`` is the time of steps that counted
     over all time; ``failures`` are the losses of a group of workers, with the time and the steps that each one cost.
+    ``chain`` is the hash of the last link of ``chain.jsonl``.
     """
 
     output: str
@@ -61,6 +63,7 @@ class RunResult(Displayable):
     flat_images: int = 0
     goodput: float = 0.0
     failures: list[dict[str, Any]] = field(default_factory=list)
+    chain: str = ""
     data_sets: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def to_table(self) -> Table:
@@ -220,10 +223,11 @@ def _read_data(run: ValidatedRun, data: DataModule, coordinator: Any, *, quiet: 
     needs_ids = has_slots or (streamed and config.negatives.mined.num > 0)
     sample_id = data.sample_ids(decoded) if needs_ids else None
     guide = data.guide(decoded)
+    blocks: tuple[Any, ...] = tuple(tuple(each.to_arrow_refs()) for each in decoded)
     return Job(
         config=config,
         output=run.output,
-        blocks=tuple(tuple(each.to_arrow_refs()) for each in decoded),  # pyright: ignore[reportArgumentType]
+        blocks=blocks,
         stream=data.stream() if streamed else None,
         num_train=tuple(num_train.values()),
         holdout=data.holdout,
@@ -233,6 +237,7 @@ def _read_data(run: ValidatedRun, data: DataModule, coordinator: Any, *, quiet: 
         lease=run.lease,
         sample_id=None if sample_id is None else ray.put(sample_id),
         num_samples=len(sample_id) if sample_id is not None and has_slots else None,
+        fingerprint=None if streamed else fingerprint_of_blocks([each for refs in blocks for each in refs]),
         guide=None if guide is None else ray.put(guide),
     )
 
@@ -273,6 +278,7 @@ def _write_result(run: ValidatedRun, data: DataModule, final: dict[str, Any], co
         flat_images=rows.num_flat,
         goodput=final.pop("goodput"),
         failures=failures(run.output),
+        chain=final.pop("chain"),
         data_sets=data.counts(final.pop("data_set_steps")),
     )
     run.lease.check()

@@ -17,15 +17,16 @@ from raycl.training.checkpoint import (
     Restored,
     load_checkpoint,
     load_healthy_checkpoint,
-    save_towers,
 )
 from raycl.training.collapse_monitor import CollapseMonitor
 from raycl.training.controller import Finished, Outcome, ResizeRequested, Stopped
 from raycl.training.coordinator import send_heartbeats
+from raycl.training.encoder_files import save_towers
 from raycl.training.evaluators import build_evaluator, build_snapshot_writer
 from raycl.training.job import Job
 from raycl.training.metrics_logger import MetricsLogger
 from raycl.training.process import available_cores, prepare_process
+from raycl.training.run_chain import RunChain
 from raycl.training.stages import Position
 from raycl.training.step import StepOutput
 from raycl.training.step_runner import StepRunner
@@ -76,8 +77,10 @@ class Trainer:
         self._logger = MetricsLogger(
             job, runner.position, num_steps=runner.num_steps, on_accelerator=device.type == "cuda"
         )
+        chain_state = None if restored is None else restored.chain_state
+        self._chain = RunChain(job, self._logger.head, runner.position, chain_state, device)
         self._checkpointer = Checkpointer(
-            job, runner.state, self._monitor, self._logger, runner.position, runner.mined, device
+            job, runner.state, self._monitor, self._logger, self._chain, runner.position, runner.mined, device
         )
 
     def run(self) -> Outcome | None:
@@ -129,11 +132,13 @@ class Trainer:
     def _step(self, views: Views) -> StepOutput:
         self._last_views, position = views, self._position
         try:
-            return self._runner.step(
+            output = self._runner.step(
                 views,
                 is_watched=self._is_logged(position.step + 1),
                 stop_requested=self._stop_requested.is_set(),
             )
+            self._chain.step(views, position, output.loss)
+            return output
         except NonFiniteLossError as error:
             ids = gather_detached(views.sample_id).tolist()
             shown = ", ".join(map(str, ids[:8]))
@@ -217,6 +222,7 @@ class Trainer:
         self._logger.roll_back(rolled_back, text)
         self._metrics["rollbacks"] = rolled_back.rollbacks
         self._runner.restore(restored, rolled_back)
+        self._chain.roll_back(rolled_back, restored.chain_state)
         self._monitor.reset()
         self._logger.clock.lap(self._position.samples)  # or the next lap would count negative samples
         self._save(always=True)  # or a lost worker would resume from the collapse
@@ -246,15 +252,17 @@ class Trainer:
         already_saved = position.step == self._checkpointer.saved_step
         evaluated = self._evaluate()
         self._save(evaluated=evaluated and not already_saved)
+        self._chain.sum_draws()
         if rank() != 0:
             return None
         self._logger.write_failure()
         self._logger.flush()
         save_towers(self._runner.state.evaluated, self._job)
+        head = self._chain.end(position, self._metrics)
         num_epochs = position.epoch + (position.epoch_step >= self._runner.plan.steps_per_epoch)
         totals = {"step": position.step, "samples": position.samples, "epoch": num_epochs}
         totals |= {"seconds": position.seconds, "data_set_steps": position.data_set_steps}
-        return Finished({**totals, **self._metrics, "goodput": self._logger.goodput()})
+        return Finished({**totals, **self._metrics, "goodput": self._logger.goodput(), "chain": head})
 
     def _evaluate(self) -> bool:
         """Evaluate the towers and measure the leakage of BatchNorm; return whether there is an evaluator."""

@@ -122,6 +122,10 @@ class MetricsLogger:
         """Return the training time, without steps that a lost group made in vain, over all time since the run began."""
         return self.clock.seconds() / self._wall_seconds()
 
+    def head(self) -> dict[str, Any]:
+        """Return the number of lines and their hash; nothing on other workers than the first."""
+        return {} if self._log is None else self._log.head()
+
     def flush(self) -> None:
         """Write the buffered lines to storage; raises ``StorageError``."""
         if self._log is not None:

@@ -76,6 +76,8 @@ def test_a_collapsed_run_recovers_by_rollback_and_temporary_cross_entropy(recove
     assert [line["embedding_std"] < 0.01 for line in steps] == in_one_point
     assert all(line["samples_per_second"] > 0 for line in steps)
     assert recovered.final["rollbacks"] == 2
+    certificate = raycl.certify(output)
+    assert certificate.is_valid, str(certificate)
     assert recovered.steps == 18
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -302,6 +303,21 @@ def test_one_process_repeats_steps_of_the_run_without_ray(finished: Finished) ->
         assert not found.notes
 
 
+def test_a_run_is_certified_by_one_process_without_ray(finished: Finished, tmp_path: Path) -> None:
+    certificate = raycl.certify(finished.output, steps=99)
+    assert certificate.is_valid, str(certificate)
+    assert all(check.passed for check in certificate.checks)
+    assert certificate.steps == finished.result.steps
+    assert [each.step for each in certificate.recomputed][:2] == [1, 2]
+    assert {each.workers for each in certificate.recomputed} == {2}
+    assert sum(epoch["drawn"] for epoch in certificate.epochs) == 64 * finished.result.steps
+    assert certificate.chain == finished.result.chain
+    changed = Path(shutil.copytree(finished.output, tmp_path / "run"))
+    (changed / "encoder.safetensors").write_bytes((changed / "encoder.safetensors").read_bytes()[:-1] + b"x")
+    failed = [check.name for check in raycl.certify(changed, steps=0).checks if not check.passed]
+    assert failed == ["files"]
+
+
 @pytest.fixture(scope="module")
 def on_s3(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> Place:
     """The finished run again, from S3 to S3; it loses a worker within an epoch and continues."""
@@ -321,6 +337,9 @@ def test_a_run_on_s3_that_loses_a_worker_equals_an_uninterrupted_local_run(
 ) -> None:
     assert read_result(on_s3)["status"] == "finished"
     assert_equal_to(finished, on_s3)
+    certificate = raycl.certify(on_s3.uri, steps=99)
+    assert certificate.is_valid, str(certificate)
+    assert "starts of workers: 2" in certificate.checks[0].text
     assert raycl.load_encoder(on_s3.uri).spec.representation_dim == 16
 
 

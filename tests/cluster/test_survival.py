@@ -127,6 +127,9 @@ def test_a_stopped_run_saves_and_reports_a_checkpoint_and_resumes_exactly(
     whole = tmp_path / "whole"
     raycl.train(config, data=str(data), output=str(whole), quiet=True)
     assert_equal_runs(output, whole)
+    certificate = raycl.certify(output)
+    assert certificate.is_valid, str(certificate)
+    assert "starts of workers: 2" in certificate.checks[0].text
 
 
 @pytest.mark.drill

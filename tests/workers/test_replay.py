@@ -95,3 +95,8 @@ def test_a_replayed_step_has_the_loss_of_the_run(
         # The cross-entropies of all queries, in float64.
         mean = sum(query.loss for query in found.queries) / len(found.queries)
         assert mean == pytest.approx(found.loss, rel=1e-5)
+    certificate = raycl.certify(run, steps=6)
+    assert certificate.is_valid, str(certificate)
+    recomputed = certificate.recomputed
+    assert [each.step for each in recomputed] == [1, 2, 4, 5, 7, 8]
+    assert max(each.relative_difference for each in recomputed) < 1e-6

@@ -1,0 +1,405 @@
+"""A run is checked against its chain of hashes: each tampering is found, and each part against a plain reference."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+import raycl
+from raycl.chain import CHAIN, Chain, hash_of_draw, kept_links, log_heads
+from raycl.cli.main import app
+from raycl.data.fingerprint import fingerprint
+from raycl.data.sampler import InMemorySampler
+from raycl.errors import ConfigError, DataError
+from raycl.step_replay.certificate import Certificate
+from raycl.storage import Place
+from tests import recorded_runs
+from tests.images import write_digits
+from tests.recorded_runs import record_run, small_config
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_digits(tmp_path_factory.mktemp("data") / "digits.parquet", 200, broken=3)
+
+
+@pytest.fixture(scope="module")
+def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three epochs of SimCLR by two workers, with two checkpoints."""
+    config = small_config("simclr", {"stages.0.steps": 17, "workers": 2})
+    return record_run(config, data, tmp_path_factory.mktemp("recorded") / "run", checkpoints=(7, 12))
+
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(run, tmp_path / "run"))
+
+
+def failed(certificate: Certificate) -> list[str]:
+    """Return the names of the checks that failed."""
+    return [check.name for check in certificate.checks if check.passed is False]
+
+
+def rewritten(path: Path, change: Callable[[list[dict[str, Any]]], object]) -> None:
+    """Change the objects of a file with one per line."""
+    objects = [json.loads(line) for line in path.read_text().splitlines()]
+    change(objects)
+    path.write_text("".join(f"{json.dumps(each)}\n" for each in objects))
+
+
+def with_new_hashes(run: Path) -> None:
+    """Forge the chain: hash all links again, and name the last one in the result."""
+    links = [json.loads(line) for line in (run / CHAIN).read_text().splitlines()]
+    (run / CHAIN).unlink()
+    chain = Chain(Place(str(run)))
+    heads = [
+        chain.add(
+            link["kind"], {name: link[name] for name in link if name not in ("kind", "previous", "hash")}
+        )
+        for link in links
+    ]
+    chain.flush()
+    result = json.loads((run / "result.json").read_text())
+    (run / "result.json").write_text(json.dumps(result | {"chain": heads[-1]}))
+
+
+def test_an_untouched_run_passes_all_checks_to_six_digits(run: Path) -> None:
+    found = raycl.certify(run, steps=99)
+    assert found.is_valid, str(found)
+    assert [check.name for check in found.checks] == [
+        "chain",
+        "files",
+        "log",
+        "checkpoints",
+        "rows",
+        "samples",
+        "steps",
+    ]
+    assert all(check.passed for check in found.checks)
+    assert [(each.step, each.updates, each.workers) for each in found.recomputed] == [
+        (1, 0, 2),
+        (2, 1, 2),
+        (8, 0, 2),
+        (9, 1, 2),
+        (13, 0, 2),
+        (14, 1, 2),
+    ]
+    assert [each.checkpoint for each in found.recomputed[::2]] == [None, "step-00000007", "step-00000012"]
+    assert max(each.relative_difference for each in found.recomputed) < 1e-6
+    # 5 batches of 32 in an epoch; the last epoch has 2.
+    assert [epoch["drawn"] for epoch in found.epochs] == [160, 160, 160, 64]
+    assert {epoch["drawn_twice"] for epoch in found.epochs} == {0}
+    assert {epoch["samples"] for epoch in found.epochs} == {found.epochs[0]["samples"]}
+
+
+def test_only_as_many_steps_are_computed_again_as_asked(run: Path) -> None:
+    assert len(raycl.certify(run, steps=2).recomputed) == 2
+    assert raycl.certify(run, steps=0).recomputed == []
+    with pytest.raises(ConfigError, match="--steps must be at least 0, got -1"):
+        raycl.certify(run, steps=-1)
+
+
+def test_a_changed_loss_in_the_log_is_found(copy: Path) -> None:
+    rewritten(copy / "metrics.jsonl", lambda lines: lines[9].update(loss=lines[9]["loss"] * 1.0001))
+    found = raycl.certify(copy)
+    assert failed(found) == ["log"]
+    assert "lines 8 to 12 of metrics.jsonl" in str(found)
+
+
+@pytest.mark.parametrize("change", [lambda lines: lines.pop(), lambda lines: lines.append(lines[-1])])
+def test_a_removed_and_an_added_step_in_the_log_are_found(change: Any, copy: Path) -> None:
+    rewritten(copy / "metrics.jsonl", change)
+    assert failed(raycl.certify(copy)) == ["log"]
+
+
+def test_a_swapped_checkpoint_is_found(copy: Path) -> None:
+    first, second = (copy / "checkpoints" / f"step-{step:08d}" / "state.pt" for step in (7, 12))
+    shutil.copy(first, second)
+    found = raycl.certify(copy, steps=0)
+    assert failed(found) == ["checkpoints"]
+    assert "the checkpoint step-00000012 is not the one that the run saved" in str(found)
+
+
+def test_an_edited_config_is_found(copy: Path) -> None:
+    text = (copy / "config.yaml").read_text()
+    assert "crop_scale" in text
+    (copy / "config.yaml").write_text(text.replace("log_every_steps: 1", "log_every_steps: 2"))
+    assert failed(raycl.certify(copy, steps=0)) == ["files"]
+
+
+@pytest.mark.parametrize("change", ["skipped", "twice"])
+def test_a_sample_that_training_skipped_or_drew_twice_is_found(
+    change: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = InMemorySampler._order
+
+    def faulty(self: InMemorySampler, *given: Any) -> Any:
+        rows = order(self, *given)
+        left_out = next(iter(set(range(len(self.rows))) - set(rows.flatten().tolist())))
+        rows[2, 5] = left_out if change == "skipped" else rows[1, 2]
+        return rows
+
+    monkeypatch.setattr(recorded_runs, "run_workers", lambda train, number, *given: [train(0, 1, *given)])
+    config = small_config("simclr", {"stages.0.steps": 9, "workers": 1})
+    with monkeypatch.context() as patched:
+        patched.setattr(InMemorySampler, "_order", faulty)
+        run = record_run(config, data, tmp_path / "run", checkpoints=(3,))
+    found = raycl.certify(run, steps=2)
+    assert failed(found) == ["samples"]
+    assert "up to step 3 the run drew other samples" in str(found)
+
+
+@pytest.mark.parametrize("column", ["image", "label"])
+def test_changed_data_are_found(column: str, copy: Path, data: Path, tmp_path: Path) -> None:
+    table = pq.read_table(data)
+    values = table[column].to_pylist()
+    values[3], values[4] = values[4], values[3]
+    assert values[3] != values[4]
+    index = table.schema.get_field_index(column)
+    changed = tmp_path / "digits.parquet"
+    pq.write_table(table.set_column(index, table.schema.field(index), [values]), changed)
+    found = raycl.certify(copy, steps=0, data=changed)
+    assert failed(found) == ["rows"]
+    assert raycl.certify(copy, steps=0, data=data).is_valid
+
+
+def test_fewer_data_are_found(copy: Path, data: Path, tmp_path: Path) -> None:
+    pq.write_table(pq.read_table(data).slice(1), tmp_path / "digits.parquet")
+    found = raycl.certify(copy, data=tmp_path / "digits.parquet")
+    assert failed(found) == ["rows"]
+    assert "the run trained on 200 rows, and there are 199" in str(found)
+
+
+def test_a_forged_chain_does_not_hide_a_changed_loss(copy: Path) -> None:
+    def change(objects: list[dict[str, Any]]) -> None:
+        for each in objects:
+            if "8" in each.get("losses", {}):
+                each["losses"]["8"] *= 1.0001
+            if each.get("step") == 8 and "loss" in each:
+                each["loss"] *= 1.0001
+
+    rewritten(copy / "metrics.jsonl", change)
+    heads = list(log_heads((copy / "metrics.jsonl").read_text().splitlines()))
+
+    def forge(links: list[dict[str, Any]]) -> None:
+        change(links)
+        for link in links:
+            if "log" in link:
+                link["log"] = heads[link["log"]["lines"]]
+
+    rewritten(copy / CHAIN, forge)
+    with_new_hashes(copy)
+    found = raycl.certify(copy, steps=99)
+    assert failed(found) == ["steps"]
+    assert [each.step for each in found.recomputed if not each.is_equal] == [8]
+
+
+def test_a_forged_chain_does_not_hide_another_learning_rate(copy: Path) -> None:
+    config = copy / "config.yaml"
+    text = config.read_text()
+    rate = raycl.config_from_yaml(text).stages[0].learning_rate
+    assert text.count(f"learning_rate: {rate}") == 1
+    config.write_text(text.replace(f"learning_rate: {rate}", f"learning_rate: {1.5 * rate}"))
+    names = {"config.yaml": hashlib.sha256(config.read_bytes()).hexdigest()}
+
+    def forge(links: list[dict[str, Any]]) -> None:
+        for link in links:
+            if link["kind"] == "start":
+                link["files"] |= names
+
+    rewritten(copy / CHAIN, forge)
+    with_new_hashes(copy)
+    found = raycl.certify(copy, steps=99)
+    assert failed(found) == ["steps"]
+    # The steps right after a checkpoint do not depend on it.
+    assert {each.updates for each in found.recomputed if not each.is_equal} == {1}
+
+
+def test_losses_of_the_chain_must_be_those_of_the_log(copy: Path) -> None:
+    def forge(links: list[dict[str, Any]]) -> None:
+        links[1]["losses"]["1"] *= 1.001
+
+    rewritten(copy / CHAIN, forge)
+    with_new_hashes(copy)
+    found = raycl.certify(copy, steps=0)
+    assert failed(found) == ["log"]
+    assert "step 1 has loss" in str(found)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
+def test_a_changed_and_a_removed_link_are_found(number: int, copy: Path) -> None:
+    def change(links: list[dict[str, Any]]) -> None:
+        links[number]["step"] += 1
+
+    lines = (copy / CHAIN).read_text().splitlines()
+    rewritten(copy / CHAIN, change)
+    found = raycl.certify(copy)
+    assert failed(found) == ["chain"]
+    assert f"link {number + 1} of" in str(found)
+    assert [check.name for check in found.checks] == ["chain"]
+    (copy / CHAIN).write_text("\n".join([*lines[:number], *lines[number + 1 :], ""]))
+    assert failed(raycl.certify(copy)) == ["chain"]
+
+
+def test_a_run_without_a_chain_and_one_whose_chain_begins_late_are_not_certified(copy: Path) -> None:
+    rewritten(copy / CHAIN, lambda links: links[0].update(step=5))
+    with_new_hashes(copy)
+    assert "begins at step 5" in str(raycl.certify(copy))
+    (copy / CHAIN).unlink()
+    found = raycl.certify(copy)
+    assert failed(found) == ["chain"]
+    assert "an older version of raycl made it" in str(found)
+
+
+def test_a_run_that_cannot_be_replayed_is_certified_without_steps(copy: Path) -> None:
+    described = json.loads((copy / "data.json").read_text()) | {"streamed": True}
+    (copy / "data.json").write_text(json.dumps(described))
+    rewritten(
+        copy / CHAIN,
+        lambda links: links[0]["files"].update(
+            {"data.json": hashlib.sha256((copy / "data.json").read_bytes()).hexdigest()}
+        ),
+    )
+    with_new_hashes(copy)
+    found = raycl.certify(copy)
+    assert found.is_valid
+    assert [check.name for check in found.checks if check.passed is None] == ["rows", "samples", "steps"]
+    assert "streamed" in str(found)
+    assert "float64" not in found.proves
+
+
+def test_a_certificate_is_written_and_checked_by_the_commands(copy: Path) -> None:
+    runner = CliRunner()
+    done = runner.invoke(app, ["certify", str(copy), "--steps", "2"])
+    assert done.exit_code == 0, done.output
+    assert "certified" in done.output and "It proves that" in done.output
+    file = copy / "certificate.json"
+    found = json.loads(file.read_text())
+    assert found["valid"]
+    page = (Path(__file__).parent.parent / "docs" / "certificate.md").read_text()
+    for part in (found, found["checks"][0], found["recomputed"][0], found["epochs"][0]):
+        for key in part:
+            assert f"`{key}`" in page, key
+    done = runner.invoke(app, ["certify", "--check", str(file)])
+    assert done.exit_code == 0, done.output
+    # A folder that has the run only.
+    elsewhere = Path(shutil.copy(file, copy.parent / "elsewhere.json"))
+    assert raycl.check_certificate(elsewhere, copy).is_valid
+    with pytest.raises(DataError, match="holds no run"):
+        raycl.check_certificate(elsewhere)
+    # The run changes.
+    with (copy / "metrics.jsonl").open("a") as log:
+        log.write("{}\n")
+    done = runner.invoke(app, ["certify", "--check", str(file)])
+    assert done.exit_code == 1
+    assert "metrics.jsonl is not the file that was certified" in done.output
+
+
+def test_an_edited_certificate_is_found(copy: Path, tmp_path: Path) -> None:
+    values = raycl.certify(copy, steps=2).to_dict()
+    file = tmp_path / "certificate.json"
+    for change in (
+        lambda each: each["recomputed"][0].update(loss=1.0),
+        lambda each: each.update(steps=99),
+        lambda each: each["checks"].pop(),
+    ):
+        changed = json.loads(json.dumps(values))
+        change(changed)
+        file.write_text(json.dumps(changed))
+        found = raycl.check_certificate(file, copy)
+        assert failed(found) == ["certificate"]
+        assert "was changed after it was written" in str(found)
+    file.write_text(json.dumps(values))
+    assert raycl.check_certificate(file, copy).is_valid
+    file.write_text("{}")
+    with pytest.raises(DataError, match="is no certificate"):
+        raycl.check_certificate(file, copy)
+    with pytest.raises(DataError, match="there is no certificate at"):
+        raycl.check_certificate(tmp_path / "none.json", copy)
+
+
+def test_a_run_that_fails_gets_no_valid_certificate(copy: Path) -> None:
+    (copy / "config.yaml").write_text((copy / "config.yaml").read_text() + "\n")
+    done = CliRunner().invoke(app, ["certify", str(copy), "--steps", "0"])
+    assert done.exit_code == 1
+    assert "NOT certified" in done.output
+    assert not (copy / "certificate.json").exists()
+
+
+def test_steps_that_a_restart_or_a_rollback_undid_do_not_count() -> None:
+    def link(kind: str, step: int) -> dict[str, Any]:
+        return {"kind": kind, "step": step}
+
+    links = [
+        link("start", 0),
+        link("checkpoint", 10),
+        link("checkpoint", 20),
+        link("start", 10),  # the checkpoint of step 20 was lost
+        link("checkpoint", 15),
+        link("checkpoint", 25),
+        link("rollback", 15),
+        link("checkpoint", 15),
+        link("end", 30),
+    ]
+    kept = [(each["kind"], each["step"]) for each in kept_links(links)]
+    assert kept == [
+        ("start", 0),
+        ("checkpoint", 10),
+        ("start", 10),
+        ("checkpoint", 15),
+        ("rollback", 15),
+        ("checkpoint", 15),
+        ("end", 30),
+    ]
+
+
+def test_the_hash_of_a_draw_is_a_sum_over_samples_that_depends_on_the_epoch() -> None:
+    ids = np.array([5, -3, 2**62, 0, 7], np.int64)
+    whole = hash_of_draw(ids, 3)
+    parts = hash_of_draw(ids[[4, 0]], 3) + hash_of_draw(ids[[2, 1, 3]], 3)
+    assert parts % 2**64 == whole
+    assert len({hash_of_draw(ids[:1], epoch) for epoch in range(100)}) == 100
+    assert len({hash_of_draw(np.array([each]), 0) for each in range(1_000)}) == 1_000
+    # A sample drawn in another epoch, or in the place of its neighbor.
+    assert hash_of_draw(ids[:2], 0) + hash_of_draw(ids[2:], 1) != hash_of_draw(ids, 0) % 2**64
+    assert hash_of_draw(np.array([1, 2, 2]), 0) != hash_of_draw(np.array([1, 2, 3]), 0)
+
+
+def test_the_fingerprint_depends_on_contents_only() -> None:
+    random = np.random.default_rng(0)
+    pixels = pa.array([random.bytes(12) for _ in range(9)], pa.binary(12))
+    tokens = [[1, 2], [3], [], [4, 5, 6], [7], [8], [9], [1], [2]]
+    lists = [[[1, 2], [3]], [[1], [2, 3]], [], [[]], [[1]], [[2]], [[3]], [[4]], [[5]]]
+    columns = {
+        "sample_id": pa.array(range(9), pa.int64()),
+        "image.pixels": pixels,
+        "text.tokens": pa.array(tokens, pa.list_(pa.int32())),
+        "negatives.tokens": pa.array(lists, pa.list_(pa.list_(pa.int32()))),
+        "weight.value": pa.array(random.random(9)),
+    }
+    table = pa.table(columns)
+    expected = fingerprint(table)
+    order = random.permutation(9)
+    assert fingerprint(table.take(order)) == expected
+    assert fingerprint(table.slice(5), table.slice(0, 5)) == expected
+    assert fingerprint(pa.concat_tables([table.slice(3), table.slice(0, 3)]).combine_chunks()) == expected
+    assert fingerprint(table.select(sorted(columns, reverse=True))) == expected
+    assert fingerprint(table.slice(1)) != expected
+    changes: dict[str, Any] = {
+        "sample_id": [*range(8), 9],
+        "text.tokens": [[1], [2, 3], *tokens[2:]],
+        "negatives.tokens": [[[1], [2, 3]], *lists[1:]],
+        "weight.value": [0.5, *columns["weight.value"].to_pylist()[1:]],
+        "image.pixels": [bytes(12), *pixels.to_pylist()[1:]],
+    }
+    for name, values in changes.items():
+        changed = pa.table(columns | {name: pa.array(values, columns[name].type)})
+        assert fingerprint(changed) != expected, name
