@@ -93,8 +93,8 @@ MUTATIONS = [
     Mutation(
         "an unshown caption of an image in the batch is a negative of it",
         "raycl/training/transforms.py",
-        "[text_id, batch.sample_id]",
-        "[text_id, text_id]",
+        "own = torch.from_numpy(texts.tokens.text_id[begin[:, None] + numbers])",
+        "own = ids.key[:, :1].repeat(1, corpus.most_texts)",
         "tests/test_mined_lists.py",
     ),
     Mutation(

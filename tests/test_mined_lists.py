@@ -12,7 +12,7 @@ import torch
 from raycl.config import RunConfig
 from raycl.data.in_memory import Batch, InMemoryDataset, texts_of
 from raycl.data.matches import SPARE
-from raycl.losses.example_ids import IdExchange
+from raycl.losses.example_ids import ExampleIds, IdExchange
 from raycl.losses.objective import StoreBatch, build_objective
 from raycl.models.build import build_towers
 from raycl.models.registry import SideName
@@ -281,6 +281,69 @@ def test_mined_texts_change_as_the_words_of_views_do_each_on_its_own(name: str) 
             assert changed[number[0]][: len(alone)].tolist() == alone.tolist()
             assert not changed[number[0]][len(alone) :].any()
     assert (changed > 0).sum() < 0.8 * len(plain.values)
+
+
+def masked(ids: ExampleIds, others: torch.Tensor) -> list[list[bool]]:
+    """Return whether each candidate, by its id, is masked for each query of the batch."""
+    pairs = set(zip(ids.query.tolist(), ids.key.tolist(), strict=True))
+    return [[(query, other) in pairs for other in others.tolist()] for query in ids.query.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_known"), [("clip", NUM_ROWS), ("simcse", NUM_ROWS), ("simcse", NUM_ROWS // 2)]
+)
+def test_a_mined_text_is_no_negative_of_any_row_that_has_it(name: str, num_known: int) -> None:
+    rows = lists()
+    for number in range(1, 31, 3):  # a text of ten rows
+        rows[number][-1] = rows[1][-1]
+    data = held_rows(name, rows)
+    if num_known < NUM_ROWS:  # a stream was read as far
+        built = build_corpus_of_sentences(held_rows(name, rows[:num_known]), first_only=True)
+    else:
+        built = corpus_of(name, data)
+    names, same, random = text_ids(name, rows), meanings(rows), np.random.default_rng(0)
+    mined = mined_of(built, any_table(built), **{"negatives.mined.random_fraction": 0.5})
+    mined_transform = build_transform(config_of(name), vocabulary().tokenizer, None, mined)
+    plain_transform = build_transform(config_of(name), vocabulary().tokenizer)
+    num_shared = 0
+    for epoch in range(40):
+        batch = data.take(np.sort(random.permutation(NUM_ROWS)[:16]), epoch=epoch)
+        given, plain = (each.example_ids(batch) for each in (mined_transform, plain_transform))
+        ids, plain = (IdExchange(torch.device("cpu")).start(each)() for each in (given, plain))
+        assert given.negative is not None
+        assert ids.negative is not None
+        drawn = [names[each] for each in given.negative[:, 0].tolist()]
+        for number, of_row in zip(batch.sample_id.tolist(), masked(ids, ids.negative), strict=True):
+            own, alike = set(rows[number]), set[str]().union(*(same[text] for text in rows[number]))
+            assert own & set(drawn) <= {
+                text for text, is_masked in zip(drawn, of_row, strict=True) if is_masked
+            }
+            assert alike >= {text for text, is_masked in zip(drawn, of_row, strict=True) if is_masked}
+            num_shared += sum(text in own and text not in rows[number][:-1] for text in drawn)
+    assert num_shared > 0
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_rows_that_share_a_text_are_no_duplicates_unless_it_is_shown_or_mined(name: str) -> None:
+    rows = [[f"{row} one", f"{row} two", "both"] for row in ("a", "b")] + [["c one"], ["d one"]]
+    data = held_rows(name, rows)
+    built = corpus_of(name, data)
+    texts = [text_ids(name, rows)[each] for each in built.corpus.document.text_id.tolist()]
+    transform, epochs = build_transform(config_of(name), vocabulary().tokenizer), range(12)
+    batches = [data.take(np.arange(3), epoch=epoch) for epoch in epochs]
+    plain = [IdExchange(torch.device("cpu")).start(transform.example_ids(each))() for each in batches]
+    assert {masked(ids, ids.key)[0][1] for ids in plain} == {False, True}
+    for text in ("d one", "both"):
+        document = np.full((len(built.corpus.positive), CANDIDATES), texts.index(text), np.int32)
+        mined = mined_of(built, MinedTable(document=document, step=np.zeros_like(document), query_step=0))
+        transform = build_transform(config_of(name), vocabulary().tokenizer, None, mined)
+        for batch, without in zip(batches, plain, strict=True):
+            ids = IdExchange(torch.device("cpu")).start(transform.example_ids(batch))()
+            assert ids.negative is not None
+            is_own = text == "both"
+            assert masked(ids, ids.negative) == [[is_own] * 3 * NUM] * 2 + [[False] * 3 * NUM]
+            if not is_own:
+                assert masked(ids, ids.key) == masked(without, without.key)
 
 
 @pytest.mark.parametrize("loss", ["info_nce", "clip", "hinge"])

@@ -35,6 +35,9 @@ class ExampleIds:
         weight: weights of the samples, [local_batch], or None; a transform reads them from the data; the ids of
             a batch have weights of mean 1 over all workers.
         shared_id_space: whether names of different columns are comparable.
+        num_shown: the names of a key from this column on, with ``shared_id_space`` also those of a query, are of texts
+            that its row has beside those it shows: negatives match by them, and two rows do not. None if all names are
+            of shown texts.
         key_name: the names by which a store indexes the keys: the first ones.
         negative_name: the same for explicit negatives.
         num_negatives: the number of explicit negatives of each worker.
@@ -50,6 +53,7 @@ class ExampleIds:
     label: Tensor | None = None
     weight: Tensor | None = None
     shared_id_space: bool = False
+    num_shown: int | None = None
     key_name: Tensor | None = None
     negative_name: Tensor | None = None
     num_negatives: tuple[int, ...] = ()
@@ -165,6 +169,13 @@ def _merged(own: ExampleIds, everyone: list[Parts]) -> ExampleIds:
     first = rank() * local if len(everyone) > 1 else 0
     ours = slice(first, first + local)
     negatives = [parts[2] for parts in everyone if parts[2] is not None]
+    if own.num_shown is not None and negatives:
+        shown, name = own.num_shown, torch.cat(negatives)[:, 0].numpy()
+        if own.shared_id_space:
+            query, key = np.split(_without_unmatched(np.concatenate([query, key]), shown, name), 2)
+        else:
+            key = _without_unmatched(key, shown, name)
+        negatives = [each[:, : key.shape[1]] for each in negatives]
     rows = np.concatenate([key, *(each.numpy() for each in negatives)])
     if own.shared_id_space:  # queries are keys of the other view, so a negative may be the same as both
         both = merge_ids(np.concatenate([query, rows]), shared_id_space=True)
@@ -219,6 +230,16 @@ def merge_ids(names: NDArray[np.int64], *, shared_id_space: bool = False) -> NDA
     least = np.full(size, np.iinfo(np.int64).max)
     np.minimum.at(least, component, ids)
     return least[component]
+
+
+def _without_unmatched(
+    names: NDArray[np.int64], num_shown: int, negative_name: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return the names of rows without those that no negative has; the first name fills the shorter rows."""
+    shown, others, first = names[:, :num_shown], names[:, num_shown:], names[:, :1]
+    is_kept = np.isin(others, negative_name) & (others != first)
+    order = np.argsort(~is_kept, axis=1, kind="stable")[:, : is_kept.sum(1).max(initial=0)]
+    return np.concatenate([shown, np.take_along_axis(np.where(is_kept, others, first), order, 1)], axis=1)
 
 
 def _tensor(array: NDArray[np.int64]) -> Tensor:

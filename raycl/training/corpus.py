@@ -62,8 +62,7 @@ class Corpus:
         query: the queries: texts, or images with captions.
         document: the documents, explicit negatives among them.
         document_id: the first id of each document in the data, int64 [num_documents], the text's where it has none;
-            None if the documents of the data have no ids. For captions and sentences, the least ``sample_id`` of
-            the rows with the text.
+            None if the documents of the data have no ids, as captions and sentences.
         bank_id: the id of each document in the bank, int64 [num_documents]: the ``sample_id`` of the first row whose
             first document it is, the least one if rows are sorted, or the text's id if there is none.
         positive: the query and the document of each distinct pair, int64 [num_pairs, 2].
@@ -107,6 +106,11 @@ class Corpus:
         """Return the numbers of the documents with these ids in the bank, int64 [n]; -1 for unknown ids."""
         place = np.searchsorted(self._ascending, bank_id).clip(max=len(self._ascending) - 1)
         return np.where(self._ascending[place] == bank_id, self._by_id[place], -1)
+
+    @cached_property
+    def most_texts(self) -> int:
+        """The number of texts of the row that has the most."""
+        return int(np.diff(self.first_pair).max())
 
     @cached_property
     def key(self) -> int:
@@ -256,14 +260,12 @@ def _built_of_lists(
     """Return the corpus of lists of ``counts`` [num_rows] texts, which are the documents."""
     number, text_id = matches.document.number, texts.text_id.tolist()
     documents = np.array([number[each] for each in text_id], np.int64)
-    document_id = np.full(len(number), np.iinfo(np.int64).max)
-    np.minimum.at(document_id, documents, np.repeat(rows.sample_id, counts))
     return _built(
         matches,
         keys,
         query=query,
         document=texts.take(_first_places(number, text_id)),
-        document_id=document_id,
+        document_id=None,
         first_document=documents[np.cumsum(counts) - counts],
         sample_id=rows.sample_id,
         counts=counts,

@@ -268,28 +268,33 @@ class TextTransform(Transform):
         parts = [self._changed(texts.take(order[:, each]), batch, 2 + each) for each in range(num)]
         return pad_sequence([each.T for each in parts]).permute(2, 1, 0).flatten(0, 1)
 
-    def negative_names(self, batch: Batch) -> Tensor | None:
-        """Return the text id of each mined negative and the id of its row in the data, [num_negatives, 2], if any."""
+    def with_mined(self, ids: ExampleIds, batch: Batch) -> ExampleIds:
+        """Return the ids with the mined negatives, if any, named by text; all texts of a row are then names of it."""
         if self._mined is None or self._mined.corpus is None:
-            return None
-        corpus, drawn = self._mined.corpus, self._drawn(batch).document
-        assert corpus.document_id is not None, "texts of rows have the ids of the rows"
-        return _columns([corpus.document.text_id[drawn], corpus.document_id[drawn]])
+            return ids
+        corpus, texts = self._mined.corpus, texts_of(batch, self._role)
+        # All workers have as many names: those of the row with the most texts.
+        numbers = np.minimum(np.arange(corpus.most_texts), texts.counts[:, None] - 1)
+        begin = np.cumsum(texts.counts) - texts.counts
+        own = torch.from_numpy(texts.tokens.text_id[begin[:, None] + numbers])
+        key, query = torch.cat([ids.key, own], 1), ids.query
+        negative = torch.from_numpy(corpus.document.text_id[self._drawn(batch).document])
+        return replace(
+            ids,
+            query=torch.cat([query, own], 1) if ids.shared_id_space else query,
+            key=key,
+            negative=negative[:, None].repeat(1, key.shape[1]),
+            num_shown=ids.key.shape[1],
+        )
 
     def example_ids(self, batch: Batch) -> ExampleIds:
-        """Return the text ids of both views, the own text first; for a memory bank, the sample ids.
-
-        With mined negatives, the sample id is a third name, which a row's further texts share.
-        """
+        """Return the text ids of both views, the own text first; for a memory bank, the sample ids."""
         if not self._known_by_text:
             return super().example_ids(batch)
         shown = [self.shown(batch, number).text_id for number in (0, 1)]
-        label, negative = torch.from_numpy(batch.label), self.negative_names(batch)
-        if negative is not None:
-            shown, negative = [*shown, batch.sample_id], negative[:, [0, 0, 1]]
-        query = _columns(shown)
-        key = query[:, [1, 0, *range(2, query.shape[1])]]
-        return ExampleIds(query=query, key=key, negative=negative, label=label, shared_id_space=True)
+        label, query = torch.from_numpy(batch.label), _columns(shown)
+        ids = ExampleIds(query=query, key=query[:, [1, 0]], label=label, shared_id_space=True)
+        return self.with_mined(ids, batch)
 
     def _changed(self, texts: Tokens, batch: Batch, number: int) -> Tensor:
         """Return the texts of these rows with random word changes, int64 [batch, length]."""
@@ -433,10 +438,6 @@ class ImageTextTransform(Transform):
         return self.caption.negatives(batch)
 
     def example_ids(self, batch: Batch) -> ExampleIds:
-        """Return the sample ids of images, and the text ids of captions, which images may share.
-
-        With mined negatives, the sample id of the image is a second name, which its further captions share.
-        """
-        text_id, negative = self.caption.shown(batch, 1).text_id, self.caption.negative_names(batch)
-        key = [text_id] if negative is None else [text_id, batch.sample_id]
-        return ExampleIds(query=self.image.example_ids(batch).query, key=_columns(key), negative=negative)
+        """Return the sample ids of images, and the text ids of captions, which images may share."""
+        key = _columns([self.caption.shown(batch, 1).text_id])
+        return self.caption.with_mined(ExampleIds(query=self.image.example_ids(batch).query, key=key), batch)

@@ -216,6 +216,7 @@ def test_workers_assign_the_same_ids_as_one_worker(
             negative=None if num_negatives is None else names(count),
             label=torch.randint(-1, 3, (6,), generator=generator),
             shared_id_space=shared_id_space,
+            num_shown=1 if num_names == 3 else None,
         )
         for count in num_negatives or [0] * 4
     ]
@@ -227,6 +228,7 @@ def test_workers_assign_the_same_ids_as_one_worker(
         else torch.cat([part.negative for part in parts if part.negative is not None]),
         label=torch.cat([part.label for part in parts if part.label is not None]),
         shared_id_space=shared_id_space,
+        num_shown=1 if num_names == 3 else None,
     )
     (expected,) = identified(0, 1, [[whole]])
     fewer = [replace(part, negative=None if part.negative is None else part.negative[:1]) for part in parts]
