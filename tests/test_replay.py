@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ from raycl.losses.objective import Objective, StoreBatch
 from raycl.step_replay.softmax import SideWeights, WatchedObjective, explain, mean_loss
 from tests.images import write_digits
 from tests.recorded_runs import record_run, small_config
+from tests.texts import invented_texts
 
 TEMPERATURE, BATCH, DIM = 0.3, 9, 5
 TOP = 4
@@ -202,6 +205,24 @@ def test_a_replayed_step_names_the_samples_of_its_batch(run: Path, replayed: Any
             assert each.share == pytest.approx(each.weight / query.pull, rel=1e-6)
     losses = [query.loss for query in replayed.queries]
     assert losses == sorted(losses, reverse=True)
+
+
+def test_the_stored_rows_of_a_memory_bank_of_texts_are_named_by_their_samples(tmp_path: Path) -> None:
+    sentences = invented_texts(120, seed=5)
+    pq.write_table(pa.table({"text": sentences}), tmp_path / "texts.parquet")
+    slots = {"key": "memory_bank", "negatives.store": "memory_bank", "negatives.bank_init": "random"}
+    words = {"encoder.name": "bag_of_subwords", "encoder.kwargs": {"dim": 16, "hidden_dim": 24}}
+    settings = {**slots, **words, "stages.0.steps": 3, "stages.0.loss": "info_nce"}
+    run = record_run(small_config("simcse", settings), tmp_path / "texts.parquet", tmp_path / "run")
+    replayed = raycl.replay(run, step=3, top=TOP)
+    stored = [each.sample for query in replayed.queries for each in query.negatives]
+    assert len(stored) == TOP * len(replayed.queries)
+    for sample in [*stored, *(query.positive for query in replayed.queries)]:
+        assert sample.sample_id is not None
+        assert sample.name == f"texts.parquet row {sample.sample_id}"
+        assert sample.text
+        # The tokenizer puts spaces before punctuation, and an encoder sees the beginning of a long text.
+        assert sentences[sample.sample_id].replace(" ", "").startswith(sample.text.replace(" ", ""))
 
 
 def test_a_replay_writes_nothing_to_the_run_and_leaves_the_process_as_it_was(run: Path) -> None:

@@ -108,8 +108,8 @@ class StepSamples:
         )
 
     def _of_stored(self, name: int) -> Shown:
-        """Return the sample that a stored row is of; stored rows of texts are named by their text."""
-        if self._kind == "image":
+        """Return the sample that a stored row is of; a queue names the rows of texts by their text."""
+        if self._kind == "image" or self._config.negatives.store == "memory_bank":
             return self._of_data(name)
         position = self._by_text.get(name)
         if position is None:
