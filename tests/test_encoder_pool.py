@@ -247,6 +247,33 @@ def test_the_wait_for_a_starting_encoder_starts_no_other_one(clock: Clock) -> No
     run(check())
 
 
+def test_the_pool_shrinks_while_an_encoder_waits_for_its_resources(clock: Clock) -> None:
+    async def check() -> None:
+        launcher = FakeLauncher()
+        pool = await pool_of(launcher, 1, 4)
+
+        async def interval(waited_s: float, number: int) -> None:
+            clock.now += 11.0
+            await requests_of(pool, waited_s, number)
+
+        for size in (2, 3, 4):
+            if size == 4:
+                launcher.starts.clear()
+            await interval(9.0, 5)
+            assert len(launcher.running) == size
+        await interval(9.0, 5)
+        assert len(launcher.running) == 4  # it still waits, and so do the callers
+        await interval(0.0, 1)  # ends the time in which they waited
+        for size in (3, 2, 1, 1):
+            await interval(0.0, 1)
+            assert len(launcher.running) == await pool.num_encoders() == size
+        launcher.starts.set()
+        await interval(9.0, 5)
+        assert await pool.num_encoders() == 2
+
+    run(check())
+
+
 def test_a_wait_counts_only_since_the_number_of_encoders_was_reconsidered(clock: Clock) -> None:
     async def check() -> None:
         launcher = FakeLauncher()

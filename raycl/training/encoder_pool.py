@@ -130,8 +130,8 @@ class PoolActor:
     """Send each request to an idle encoder; start and stop encoders, ``least`` to ``most``.
 
     Encoders exist only while there are weights. Their number is reconsidered every ``interval_s`` seconds: one more
-    if callers waited for their rows and all encoders are ready and busy, one fewer if the others could do the work.
-    A lost encoder is replaced.
+    if callers waited for their rows and all encoders are ready and busy, one fewer if the others could do the work:
+    one that still starts, or an idle one. A lost encoder is replaced.
     """
 
     def __init__(
@@ -230,10 +230,11 @@ class PoolActor:
         elapsed = time.monotonic() - self._since
         if self._target == 0 and self._num_missed:
             self._target = 1
-        elif elapsed > self._interval_s and not self._starting:
+        elif elapsed > self._interval_s:
             self._reconsider(elapsed)
-        while self._idle and len(self._ready) > self._target:
-            self._remove(self._idle[-1])
+        while self._num_all > self._target and (self._starting or self._idle):
+            # One that starts may wait for its resources forever.
+            self._remove(next(iter(self._starting)) if self._starting else self._idle[-1])
         while self._num_all < self._target and time.monotonic() >= self._not_before:
             self._start(self._published.build)
 
