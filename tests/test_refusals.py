@@ -15,11 +15,12 @@ import raycl
 from raycl.config.overrides import config_to_yaml
 from raycl.data.columns import ColumnNames
 from raycl.data.sources import Source, find_source
-from raycl.errors import ConfigError, RayclError
+from raycl.errors import ConfigError, DataError, RayclError
 from raycl.evaluation.classification import evaluate
 from raycl.gpus import accelerators, are_missing, check_accelerator, check_bfloat16
 from raycl.recipes import recipe
 from raycl.training.launch import train
+from raycl.training.preflight import check_negatives, check_pairs, column_names
 from tests.images import write_digits
 
 TRAIN = "train simclr --output new --batch-size 32"
@@ -57,6 +58,11 @@ REFUSED = {
     "train two_tower --data ids --output new --batch-size 2 --set negatives.mined.num=1 --set data.cache=stream --set "
     "negatives.explicit=false --set negatives.in_batch=false "
     "--set stages.0.loss=info_nce": "streamed data before its first table, and negatives.in_batch false leaves no others",
+    "train two_tower --data ids --output new --batch-size 2 --set negatives.mined.num=1 --set data.cache=stream --set "
+    "negatives.in_batch=false --set stages.0.loss=info_nce": "negatives.in_batch false leaves only explicit negatives before "
+    "the first table of negatives.mined, and the data have no column of them (only query, document, query_id, document_id)",
+    "train two_tower --data pairs --output new --batch-size 2 --set negatives.in_batch=false --set data.cache=stream "
+    "--set stages.0.loss=info_nce": "leaves only explicit negatives, and the data have no column of them (only query, document); name",
     "train two_tower --data ids --data pairs --output new --batch-size 2 --set "
     "negatives.mined.num=1": "negatives.mined searches the documents of one data set, and there are 2; give one",
     "demo --output earlier_demo": "holds an earlier demo",
@@ -144,6 +150,15 @@ def test_invalid_input_is_refused_in_one_line_without_importing_torch_or_ray(
     assert (status, message.count("\n"), libraries) == (2, 1, []), message
     assert REFUSED[command] in message
     assert seconds < 20  # a library that uses the network takes minutes
+
+
+def test_mined_negatives_of_rows_in_memory_need_no_column_of_negatives() -> None:
+    mined = {"negatives.mined.num": 1, "negatives.in_batch": False, "stages.0.loss": "info_nce"}
+    config = raycl.override(recipe("two_tower"), mined)
+    columns = column_names(config).found_in(["query", "document"], where="the test")
+    check_pairs(config, columns)
+    with pytest.raises(DataError, match="before the first table"):
+        check_negatives(config, columns, streamed=True)  # as data.cache=auto may decide later
 
 
 def test_a_data_set_is_listed_once_for_both_image_size_and_checks(

@@ -27,6 +27,7 @@ from raycl.training.job import Job
 from raycl.training.preflight import (
     ValidatedRun,
     check_data_sets,
+    check_negatives,
     check_same_data,
     check_sizes,
     check_streamed,
@@ -204,6 +205,7 @@ def _check_data(run: ValidatedRun, data: DataModule, described: dict[str, Any]) 
     check_same_data(run.output, described)
     if data.streamed:
         check_streamed(run.config)
+        check_negatives(run.config, data.columns, streamed=True)
 
 
 def _read_data(run: ValidatedRun, data: DataModule, coordinator: Any, *, quiet: bool) -> Job:

@@ -158,12 +158,27 @@ def check_data_sets(config: RunConfig, number: int) -> None:
 
 
 def check_pairs(config: RunConfig, columns: ColumnNames) -> None:
-    """Raise ``DataError`` if pairs have labels and negatives or weights, or no ids for a guide."""
+    """Raise ``DataError`` if pairs have labels and negatives or weights, no negatives at all, or no ids for a guide."""
     if config.data.kind != "pairs":
         return
     check_labels(columns)
+    check_negatives(config, columns, streamed=config.data.cache == "stream")
     if config.negatives.guide.query is not None:
         id_columns(columns, explicit=config.negatives.explicit)
+
+
+def check_negatives(config: RunConfig, columns: ColumnNames, *, streamed: bool) -> None:
+    """Raise ``DataError`` if the first step of a run on pairs finds no negatives in the batch, the data or a table."""
+    negatives = config.negatives
+    if negatives.in_batch or negatives.store != "none" or columns.negatives or columns.label:
+        return
+    if config.data.kind == "pairs" and (streamed or negatives.mined.num == 0):
+        until = " before the first table of negatives.mined" if negatives.mined.num else ""
+        raise DataError(
+            f"negatives.in_batch false leaves only explicit negatives{until}, and the data have no column of them (only "
+            f"{', '.join(columns.asked.values())}); name it with --set data.columns.negatives=NAME, or set "
+            "negatives.in_batch=true"
+        )
 
 
 def id_columns(columns: ColumnNames, *, explicit: bool) -> list[str]:
