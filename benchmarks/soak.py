@@ -1,12 +1,12 @@
-"""An hour of training while something is killed every two minutes: the memory of every process, as a picture.
+"""An hour of training while something is killed every two minutes: goodput by victim, and memory as a picture.
 
     python benchmarks/soak.py [--minutes 60] [--every 120] [--output docs/images/soak.png]
 
 Starts a Ray of its own and ``jobs/train.py`` as a process of its own: MoCo v2 on scikit-learn's digits, two workers,
-streamed data. In turn a worker, a shard, Ray Train's controller and a task that reads
+streamed data. In turn a worker, a shard, Ray Train's controller and the reader of the stream
 are ended by SIGKILL. Every five seconds it reads each process's private memory (``RssAnon``) and the size of
 Ray's object store. At last the run is asked to stop, and its surviving processes are
-counted. Beside the picture lies a JSON file of the same name with every number in it.
+counted. A table has the losses by victim: seconds and steps, by the run's own lines of failures. Beside the picture lies a JSON file of the same name with every number in it.
 """
 
 import json
@@ -32,13 +32,13 @@ from pictures import FAINT, INK, panels, save
 
 from raycl.demo.digits import write_digits
 from raycl.progress import ProgressLine
-from raycl.records import read_metrics, read_result
+from raycl.records import FAILURE, read_metrics, read_result
 from raycl.storage import Place
 
 # In any environment in which raycl is installed for development.
 from tests.cluster.faults import kill_process
 
-VICTIMS = ("ray::RayTrainWorker", "ray::QueueActor", "ray::TrainController", "ray::MapBatches")
+VICTIMS = ("ray::RayTrainWorker", "ray::QueueActor", "ray::TrainController", "ray::_Windows")
 KEPT = ("raylet", "gcs_server", "driver", "ray::RunCoordinator")  # what should live for the whole hour
 LOOK_S = 5.0
 SETTINGS = {
@@ -51,7 +51,6 @@ SETTINGS = {
     "encoder.name": "tests.cluster.networks:slow",
     "encoder.kwargs": '{channels: 1, marker: "/nowhere"}',
     "evaluation.every_epochs": 50,
-    "checkpoints.interval_s": 20,
     "negatives.capacity": 1_024,
     "log_every_steps": 5,
 }
@@ -91,7 +90,7 @@ class Soak:
     """Observations of a run while it loses one process after the other."""
 
     def __init__(self, run: subprocess.Popen[bytes]) -> None:
-        self._run, self._began = run, time.monotonic()
+        self._run, self._began, self.began = run, time.monotonic(), time.time()
         self.memory: dict[str, Seen] = {}  # by "kind pid"
         self.store: Seen = []
         self.kills: list[tuple[float, str]] = []
@@ -146,6 +145,27 @@ def actors_alive() -> list[str]:
     return sorted(actor["ActorClassName"] for actor in actors().values() if actor["State"] == "ALIVE")
 
 
+def losses_by_victim(
+    kills: list[tuple[float, str]], began: float, output: Place
+) -> dict[str, dict[str, Any]]:
+    """Return by victim the number of kills and of groups that were lost, and the cost of each group."""
+    lost = [line for line in read_metrics(output) if line.get("event") == FAILURE]
+    found: dict[str, dict[str, Any]] = {}
+    for number, (at, kind) in enumerate(kills):
+        until = kills[number + 1][0] if number + 1 < len(kills) else float("inf")
+        own = [line for line in lost if at - 1 <= line["time"] - began < until - 1]
+        each = found.setdefault(
+            kind, {"kills": 0, "groups_lost": 0, "lost_seconds": [], "repeated_steps": []}
+        )
+        each["kills"] += 1
+        each["groups_lost"] += len(own)
+        each["lost_seconds"].append(sum(line["lost_seconds"] for line in own))
+        each["repeated_steps"].append(sum(line["repeated_steps"] for line in own))
+    for each in found.values():
+        each |= {f"median_{name}": median(each[name]) for name in ("lost_seconds", "repeated_steps")}
+    return found
+
+
 def draw(soak: Soak, path: Path) -> None:
     """Draw a line for each process that lived for a while, by its kind, and below the object store."""
     figure, (above, below) = panels(2, 1, 8.6, 5.2, sharex=True, height_ratios=[3, 1])
@@ -198,7 +218,9 @@ def main() -> None:
             "status": read_result(output)["status"],
             "exit_status": status,
             "steps": [line["step"] for line in read_metrics(output) if "loss" in line][-1],
+            "goodput": [line["goodput"] for line in read_metrics(output) if "loss" in line][-1],
             "kills": soak.kills,
+            "by_victim": losses_by_victim(soak.kills, soak.began, output),
             "own_memory_mb": quarters(soak),
             "object_store_mb": {"most": max(mb for _, mb in soak.store), "after": stored_mb()},
             "actors_left": [name for name in actors_alive() if name not in before],

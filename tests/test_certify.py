@@ -5,22 +5,27 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import raycl
-from raycl.chain import CHAIN, Chain, hash_of_draw, kept_links, log_heads
+from raycl.chain import CHAIN, Chain, hash_of_draw, kept_links, log_heads, read_chain
 from raycl.cli.main import app
 from raycl.data.fingerprint import fingerprint
 from raycl.data.sampler import InMemorySampler
 from raycl.errors import ConfigError, DataError
 from raycl.step_replay.certificate import Certificate
 from raycl.storage import Place
+from raycl.training.preflight import hash_of_settings
+from raycl.training.run_chain import RunChain
+from raycl.training.stages import Position
 from tests import recorded_runs
 from tests.images import write_digits
 from tests.recorded_runs import record_run, small_config
@@ -403,3 +408,73 @@ def test_the_fingerprint_depends_on_contents_only() -> None:
     for name, values in changes.items():
         changed = pa.table(columns | {name: pa.array(values, columns[name].type)})
         assert fingerprint(changed) != expected, name
+
+
+def test_steps_of_a_lost_group_and_before_a_rollback_are_not_counted(tmp_path: Path) -> None:
+    config = small_config("simclr", {})
+    job: Any = SimpleNamespace(output=Place(str(tmp_path)), fingerprint=7, config=config)
+    cpu, state_file = torch.device("cpu"), tmp_path / "state"
+    state_file.write_bytes(b"weights")
+    ids = {step: np.arange(step, step + 8) for step in range(1, 12)}
+
+    def make(chain: RunChain, *steps: int) -> None:
+        for step in steps:
+            views: Any = SimpleNamespace(ids=ids[step])
+            chain.step(views, Position(step=step - 1, epoch=step // 4), 0.5 * step)
+
+    def save(chain: RunChain, step: int) -> dict[str, Any]:
+        chain.sum_draws()
+        chain.checkpoint(f"step-{step:08d}", Position(step=step), state_file)
+        return chain.state_dict()
+
+    first = RunChain(job, dict, Position(), None, cpu)
+    make(first, 1, 2, 3)
+    saved = save(first, 3)
+    make(first, 4, 5)  # lost
+    second = RunChain(job, dict, Position(step=3), saved, cpu)
+    make(second, 4, 5, 6)
+    kept = save(second, 6)
+    make(second, 7, 8)
+    save(second, 8)
+    second.roll_back(Position(step=6, rollbacks=1), kept)
+    make(second, 7)
+    save(second, 7)
+    make(second, 8, 9)
+    second.sum_draws()
+    head = second.end(Position(step=9), {"knn_top1": 0.5})
+
+    links = read_chain(Place(str(tmp_path)))
+    assert [link["kind"] for link in links] == [
+        "start",
+        "checkpoint",
+        "start",
+        "checkpoint",
+        "checkpoint",
+        "rollback",
+        "checkpoint",
+        "end",
+    ]
+    assert links[-1]["hash"] == head
+    assert links[0]["rows"] == 7
+    # Settings that a resumed run may change do not count.
+    hashes = [
+        hash_of_settings(small_config("simclr", each))
+        for each in ({}, {"workers": 2, "checkpoints.keep": 9}, {"stages.0.learning_rate": 0.9})
+    ]
+    assert links[0]["settings"] == hashes[0] == hashes[1] != hashes[2]
+    assert links[1]["state"] == hashlib.sha256(b"weights").hexdigest()
+    drawn = [link["drawn"] for link in links if "drawn" in link]
+    sums = [
+        sum(hash_of_draw(ids[step], step // 4) for step in range(1, last + 1)) % 2**64
+        for last in (3, 6, 8, 7, 9)
+    ]
+    assert drawn == sums
+    assert [link["losses"] for link in links if "losses" in link] == [
+        {"1": 0.5, "2": 1.0},
+        {"4": 2.0, "5": 2.5},
+        {"7": 3.5, "8": 4.0},
+        {"7": 3.5},
+        {"8": 4.0, "9": 4.5},
+    ]
+    # A checkpoint of a version without a chain: the sum of its steps is unknown.
+    assert save(RunChain(job, dict, Position(step=9), {}, cpu), 9) == {"drawn": None}

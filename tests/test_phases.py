@@ -209,7 +209,7 @@ def test_a_group_lost_before_its_first_step_adds_to_the_failure_before_it(
 
 @pytest.mark.parametrize(
     ("cost", "configured", "expected"),
-    [(0.02, None, 10.0), (0.4, None, 40.0), (5.0, None, 300.0), (5.0, 60.0, 60.0)],
+    [(0.01, None, 2.0), (0.4, None, 40.0), (5.0, None, 300.0), (5.0, 60.0, 60.0)],
 )
 def test_checkpoints_take_at_most_1_percent_of_the_time(
     cost: float, configured: float | None, expected: float

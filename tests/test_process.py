@@ -1,6 +1,8 @@
-"""Matrix products in a worker's process: faster where possible, never less exact."""
+"""A worker's process: exact and fast matrix products, and the process that could replace it."""
 
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from raycl.errors import ConfigError
 from raycl.recipes import recipe
 from raycl.training import process
 from raycl.training.process import environment, multiply_by_onednn, prepare_device, prepare_process
+from raycl.training.standby import HOOK, importing, request_standby
 
 pytestmark = pytest.mark.usefixtures("process_settings")
 
@@ -122,3 +125,26 @@ def test_the_users_own_gpu_allocator_setting_is_kept(monkeypatch: pytest.MonkeyP
     assert environment(gpu=True)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
     assert environment(gpu=True)["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
+
+
+def test_a_new_process_imports_modules_unless_it_lacks_raycl_or_has_a_hook_of_the_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    context = SimpleNamespace(runtime_env={"env_vars": {"OTHER": "1"}})
+    monkeypatch.setattr("ray.get_runtime_context", lambda: context)
+    assert importing("import_worker") == {HOOK: "raycl.training.standby.import_worker"}
+    context.runtime_env = {}
+    assert importing("import_controller") == {HOOK: "raycl.training.standby.import_controller"}
+    context.runtime_env = {"env_vars": {HOOK: "theirs.hook"}}
+    assert importing("import_worker") == {}
+
+    def missing(name: str) -> None:
+        raise PackageNotFoundError(name)
+
+    context.runtime_env = {}
+    monkeypatch.setattr("importlib.metadata.distribution", missing)
+    assert importing("import_worker") == {}
+
+
+def test_a_process_that_cannot_ask_for_another_one_continues() -> None:
+    assert not request_standby()  # there is no Ray here

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 import pyarrow as pa
 import ray
+from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
 from ray.train.collective import broadcast_from_rank_zero
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -159,7 +160,9 @@ class StreamReader:
         last, self._cutter = self._actor, cutter
         if rank == 0:
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-            options = {"scheduling_strategy": here, "max_concurrency": cutter.num_workers + 2}
+            options: dict[str, Any] = {"scheduling_strategy": here, "max_concurrency": cutter.num_workers + 2}
+            # It does not need the modules that a new worker imports, and must not take a process from the workers.
+            options["runtime_env"] = {"env_vars": {WORKER_PROCESS_SETUP_HOOK_ENV_VAR: ""}}
             self._actor = _WindowActor.options(**options).remote(cutter)
         if cutter.num_workers > 1:
             self._actor = broadcast_from_rank_zero(self._actor if rank == 0 else None)

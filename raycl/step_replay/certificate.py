@@ -380,13 +380,13 @@ class _Rows:
         """Yield the workers and the recorded losses of successive steps whose state before them is left."""
         saved = [numbers for name in complete_checkpoints(self._run.output) if (numbers := numbers_of(name))]
         start = self._history.starts[-1]
-        now = start["files"]
+        now = start["settings"]
         for link in self._history.kept:
             if link["kind"] == START:
                 start = link
             losses = {int(step): loss for step, loss in link.get("losses", {}).items()}
             # With other settings, for example more epochs, the learning rate was another one.
-            if not losses or start["files"] != now:
+            if not losses or start["settings"] != now:
                 continue
             first = min(losses)
             before = [rollbacks for step, _, rollbacks in saved if step == first - 1]

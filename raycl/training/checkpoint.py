@@ -36,7 +36,7 @@ from raycl.training.train_state import TrainState
 
 SCORE = "score"  # Ray Train keeps the checkpoints with the highest ones
 _MAX_COST = 0.01  # of the time, for checkpoints whose interval is not configured
-_INTERVALS_S = 10.0, 300.0  # the shortest and the longest of these
+_INTERVALS_S = 2.0, 300.0  # the shortest and the longest of these
 _NAME = re.compile(r"step-([0-9]{8,})(?:-stage([0-9]+))?(?:-again([0-9]+))?(?:-judged)?")
 _ORDER = ("rollbacks", "step", "stage")
 

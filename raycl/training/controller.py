@@ -15,7 +15,11 @@ from ray.train.torch import TorchTrainer
 from ray.train.v2._internal import constants
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.execution.controller import TrainController
 from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raycl.training.standby import importing, stand_by
 
 # The controller reads it, and Ray passes on only the variables of this list.
 constants.ENV_VARS_TO_PROPAGATE.add("TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S")
@@ -53,7 +57,7 @@ Outcome = Finished | ResizeRequested | Stopped
 
 @final
 class RayTrainer(TorchTrainer):
-    """A ``TorchTrainer`` without two of Ray's callbacks.
+    """A ``TorchTrainer`` without two of Ray's callbacks, and with a controller that another process can replace.
 
     The placement group cleaner is a detached actor. Without a dashboard, as in the Ray that raycl starts on
     one machine, it never notices that its controller died and never ends: each crash leaks the workers'
@@ -62,6 +66,16 @@ class RayTrainer(TorchTrainer):
 
     The data set manager would delay every group, and raycl streams its own data.
     """
+
+    def _initialize_and_run_controller(self, **controller_init_kwargs: Any) -> Any:
+        """Run the controller on the driver's node, with an environment of its own."""
+        env_vars = constants.get_env_vars_to_propagate() | importing("import_controller")
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        options: dict[str, Any] = {"scheduling_strategy": here, "runtime_env": {"env_vars": env_vars}}
+        actor: Any = ray.remote(num_cpus=0)(TrainController)
+        controller = actor.options(**options).remote(**controller_init_kwargs)
+        ray.get(controller.run.remote())
+        return ray.get(controller.get_result.remote())
 
     def _create_default_callbacks(self) -> list[Any]:
         found = super()._create_default_callbacks()
@@ -75,6 +89,7 @@ class _DataContextOnly(DatasetsCallback):
     """Pass the driver's settings of Ray Data to the workers, and no data sets."""
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
+        stand_by()
         return {}
 
 

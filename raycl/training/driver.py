@@ -39,6 +39,7 @@ from raycl.training.key_encoders import KeyEncoder
 from raycl.training.loop import run_worker
 from raycl.training.pools import check_pools, open_pool, pools_of
 from raycl.training.process import environment
+from raycl.training.standby import importing
 
 Printer = Callable[[str], None]
 
@@ -137,7 +138,7 @@ def _train_group(job: Job, report: Printer) -> Outcome:
             ),
             # The driver replaces lost groups; Ray Train replaces groups of nodes preempted with notice.
             failure_config=FailureConfig(max_failures=0, max_preemption_failures=-1),
-            worker_runtime_env={"env_vars": environment(gpu=config.gpu)},
+            worker_runtime_env={"env_vars": environment(gpu=config.gpu) | importing("import_worker")},
         ),
     )
     outcome: Any = _in_thread(trainer.fit).return_value

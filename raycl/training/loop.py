@@ -28,6 +28,7 @@ from raycl.training.metrics_logger import MetricsLogger
 from raycl.training.process import available_cores, prepare_process
 from raycl.training.run_chain import RunChain
 from raycl.training.stages import Position
+from raycl.training.standby import stand_by
 from raycl.training.step import StepOutput
 from raycl.training.step_runner import StepRunner
 from raycl.training.views import Views
@@ -37,6 +38,7 @@ def run_worker(settings: dict[str, ray.ObjectRef]) -> Outcome | None:
     """Train on this worker; return the outcome of the group, which the first worker reports."""
     job: Job = ray.get(settings["job"])
     prepare_process(max(1, available_cores() // ray.train.get_context().get_local_world_size()))
+    stand_by()
     # Ray Train replaces all workers if one of them dies, so the first one sends heartbeats for all.
     heartbeats = (
         send_heartbeats(job.coordinator) if rank() == 0 else contextlib.nullcontext(threading.Event())

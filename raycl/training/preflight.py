@@ -1,6 +1,7 @@
 """Checks of a run before the import of torch and the start of Ray, and the rules of ``--resume``."""
 
 import contextlib
+import hashlib
 import json
 import re
 from collections import Counter
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from raycl.config import RunConfig
 from raycl.config.conditions import why_inactive
-from raycl.config.overrides import config_from_yaml, config_to_yaml, differences
+from raycl.config.overrides import config_from_yaml, config_to_yaml, differences, leaves
 from raycl.data.columns import ColumnNames, check_labels
 from raycl.data.embeddings import check_embeddings
 from raycl.data.mixed import batch_counts
@@ -296,6 +297,12 @@ def _check_unchanged(saved: RunConfig, config: RunConfig) -> None:
                 f"--resume would change {key} from {before!r} to {now!r}; "
                 "repeat the flags of the first run, or give another --output"
             )
+
+
+def hash_of_settings(config: RunConfig) -> str:
+    """Return the SHA-256 of the settings that ``--resume`` may not change; a longer last stage changes it."""
+    fixed = {key: value for key, value in leaves(config).items() if not MAY_CHANGE.fullmatch(key)}
+    return hashlib.sha256(json.dumps(fixed, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def check_same_data(output: Place, now: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from raycl.models.registry import TOKENIZER
 from raycl.records import CONFIG, DATA
 from raycl.training.encoder_files import ENCODER_FILES
 from raycl.training.job import Job
+from raycl.training.preflight import hash_of_settings
 from raycl.training.stages import Position
 from raycl.training.views import Views
 
@@ -65,6 +66,7 @@ class RunChain:
             workers=num_workers(),
             time=int(time.time()),
             files={} if self._chain is None else sha256_of_files(job.output, (CONFIG, DATA, TOKENIZER)),
+            settings=hash_of_settings(job.config),
             rows=job.fingerprint,
             version=version("raycl"),
             code=code_hash(),

@@ -1,5 +1,6 @@
 """Runs that lose a process or are stopped: saved state and resuming."""
 
+import itertools
 import json
 import os
 import re
@@ -28,13 +29,15 @@ from ray.util.placement_group import (
 import raycl
 from raycl.data.read_stats import ReadStats
 from raycl.errors import RunError
-from raycl.records import read_metrics, read_result
+from raycl.records import failures, read_metrics, read_result, wall_seconds
 from raycl.storage import Place
 from raycl.training import coordinator
+from raycl.training.checkpoint import saved_steps
 from raycl.training.controller import RayTrainer, remove_leaked_placement_groups
 from raycl.training.coordinator import send_heartbeats
 from raycl.training.driver import GracefulShutdown, workers_that_fit
-from tests.cluster.faults import kill_process, wait_until
+from raycl.training.standby import importing, request_standby
+from tests.cluster.faults import kill_process, processes, wait_until
 from tests.cluster.test_negatives import assert_equal_runs
 from tests.cluster.test_run import small_run
 from tests.images import write_digits
@@ -308,6 +311,115 @@ def test_elastic_workers_leave_a_cpu_for_data_tasks() -> None:
     assert asked(streamed=True, cpus_per_worker=2.0, workers=(2, 8)) == (2, 2)
     assert asked(streamed=False, cpus_per_worker=1.0) == (1, 8)
     assert asked(streamed=True, cpus_per_worker=1.0, autoscaling=True) == (1, 8)
+
+
+class Probe:
+    """An actor whose process another one can replace."""
+
+    def ask(self) -> bool:
+        return request_standby()
+
+    def look(self) -> tuple[int, bool]:
+        return os.getpid(), "raycl.training.loop" in sys.modules
+
+
+def test_a_process_with_imported_modules_stands_ready_for_a_lost_one() -> None:
+    env_vars = importing("import_worker")
+    assert env_vars
+    actor: Any = ray.remote(num_cpus=0, runtime_env={"env_vars": env_vars})(Probe)
+    first, before = actor.remote(), set(idle_processes())
+    assert ray.get(first.ask.remote())
+    wait_until(lambda: set(idle_processes()) - before)
+    ready = set(idle_processes()) - before
+    ray.kill(first)
+    pid, has_modules = ray.get(actor.remote().look.remote())
+    assert pid in ready
+    assert has_modules
+
+
+@pytest.mark.drill
+def test_a_group_resumes_in_processes_that_stood_ready(tmp_path: Path) -> None:
+    data, output = write_digits(tmp_path / "digits.parquet", 300), tmp_path / "run"
+    marker = tmp_path / "hurry"
+    settings: dict[str, Any] = {
+        "encoder.name": "tests.cluster.networks:slow",
+        "encoder.kwargs": {"channels": 1, "marker": str(marker)},
+        "stages.0.epochs": 400,
+        "evaluation.every_epochs": 0,
+    }
+    config = small_run(**settings)
+
+    def lose_a_worker() -> set[int]:
+        wait_until(lambda: wall_seconds(Place(str(output))) > 65)
+        time.sleep(20)  # they import their modules
+        ready = set(idle_processes())
+        kill_process("ray::RayTrainWorker")
+        wait_until(lambda: set(processes("ray::RayTrainWorker")) <= ready)
+        marker.touch()
+        return ready
+
+    with ThreadPoolExecutor(1) as threads:
+        losing = threads.submit(lose_a_worker)
+        result = raycl.train(config, data=str(data), output=str(output), quiet=True)
+        assert len(losing.result()) >= 3
+    [failure] = result.failures
+    pause = re.search(r"after ([0-9.]+) s", failure["text"])
+    assert pause is not None and float(pause[1]) < 5, failure["text"]
+
+
+@pytest.mark.drill
+def test_a_run_with_20_kills_and_10_changes_of_workers_is_certified(tmp_path: Path) -> None:
+    data, output, marker = (
+        write_digits(tmp_path / "digits.parquet", 300),
+        tmp_path / "run",
+        tmp_path / "hurry",
+    )
+    place = Place(str(output))
+    settings: dict[str, Any] = {
+        "cpus_per_worker": 0.25,
+        "encoder.name": "tests.cluster.networks:slow",
+        "encoder.kwargs": {"channels": 1, "marker": str(marker)},
+        "stages.0.epochs": 500,
+        "checkpoints.every_steps": 5,
+        "checkpoints.keep": 40,
+        "log_every_steps": 1,
+        "evaluation.every_epochs": 0,
+        "max_failures": 5,
+    }
+
+    def num_failures() -> int:
+        return len(failures(place)) if (output / "metrics.jsonl").exists() else 0
+
+    victims = itertools.cycle(["ray::RayTrainWorker", "ray::TrainController"])
+    for number in range(11):
+        file = write_config(tmp_path, small_run(**settings, workers=(1, 2, 4, 2)[number % 4]))
+        process = start(file, "--data", data, "--output", output, *["--resume"] * bool(number))
+        for _ in range(2 * (number < 10)):
+            reached, lost = max(saved_steps(place), default=0), num_failures()
+            wait_until(lambda reached=reached: max(saved_steps(place), default=0) > reached + 5)
+            kill_process(next(victims))
+            wait_until(lambda lost=lost: num_failures() > lost)
+        if number < 10:
+            status, errors = stop(process, lambda: True, wait_s=1.0)
+            assert status == 128 + signal.SIGTERM, errors
+    marker.touch()
+    assert process.wait(200) == 0
+    assert num_failures() == 20
+    began = time.monotonic()
+    certificate = raycl.certify(output, steps=20)
+    seconds = time.monotonic() - began
+    print(certificate, f"{seconds:.1f} s in all")
+    assert certificate.is_valid, str(certificate)
+    assert "starts of workers: 31" in certificate.checks[0].text
+    steps = certificate.recomputed
+    assert len(steps) >= 20
+    assert all(each.relative_difference < 1e-6 for each in steps if not each.updates)
+    assert len({each.workers for each in steps}) > 1
+    assert seconds < 10 * len(steps)
+
+
+def idle_processes() -> list[int]:
+    return processes("ray::IDLE")
 
 
 def test_a_coordinator_receives_heartbeats_and_answers_with_the_stop_request() -> None:

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import raycl
+from raycl.training.virtual_workers import dropout_seed
 from tests.images import write_digits
 from tests.recorded_runs import record_run, small_config
 from tests.texts import invented_texts
@@ -100,3 +101,10 @@ def test_a_replayed_step_has_the_loss_of_the_run(
     recomputed = certificate.recomputed
     assert [each.step for each in recomputed] == [1, 2, 4, 5, 7, 8]
     assert max(each.relative_difference for each in recomputed) < 1e-6
+
+
+def test_each_worker_and_step_has_its_own_dropout() -> None:
+    seeds = {
+        dropout_seed(seed, step, worker) for seed in range(3) for step in range(50) for worker in range(4)
+    }
+    assert len(seeds) == 600

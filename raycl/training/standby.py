@@ -1,0 +1,78 @@
+"""Processes that stand ready to replace lost ones, so that a group starts without new processes and their imports.
+
+Each worker and controller asks Ray on its node for an idle process with its own environment, which imports the modules
+that it will need. Ray gives idle processes of the same job and environment to new actors. A process that cannot be had costs
+time only: Ray then starts one when it is needed.
+"""
+
+import contextlib
+import threading
+from importlib import import_module, metadata
+from typing import Any
+
+import ray
+from ray._private import ray_constants, worker
+
+HOOK = ray_constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR  # names the function that a new process calls
+_DELAY_S = 60.0  # a shorter run needs no other process, whose imports would take its CPUs
+_KEPT_S = 7 * 24 * 3600
+_TIMEOUT_S = 10.0
+
+
+def importing(function: str) -> dict[str, str]:
+    """Return the environment of processes that call a function of this module when they start.
+
+    Empty if a new process may not find raycl, or if the job has such a function of its own.
+    """
+    own = ray.get_runtime_context().runtime_env.get("env_vars") or {}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        metadata.distribution("raycl")
+        return {} if HOOK in own else {HOOK: f"{__name__}.{function}"}
+    return {}
+
+
+def import_worker() -> None:
+    """Import what a training worker needs."""
+    _import("ray.train.torch", "raycl.training.loop")
+
+
+def import_controller() -> None:
+    """Import what Ray Train's controller needs."""
+    _import("raycl.training.controller")
+
+
+def stand_by(delay_s: float = _DELAY_S) -> None:
+    """Ask for a process that can replace this one, if this one still lives after a while."""
+    timer = threading.Timer(delay_s, request_standby)
+    timer.daemon = True
+    timer.start()
+
+
+def request_standby() -> bool:
+    """Ask Ray on this node for an idle process with the environment of this one; return whether it agreed."""
+    # Ray's own interface for its libraries, which may change: a run must not depend on it.
+    with contextlib.suppress(Exception):
+        from ray._private.grpc_utils import init_grpc_channel
+        from ray.core.generated import common_pb2, node_manager_pb2, node_manager_pb2_grpc
+
+        node: Any = worker._global_node
+        address = f"{node.node_ip_address}:{node.node_manager_port}"
+        context = ray.get_runtime_context()
+        request = node_manager_pb2.PrestartWorkersRequest(  # pyright: ignore[reportAttributeAccessIssue]
+            language=common_pb2.Language.Value("PYTHON"),  # pyright: ignore[reportAttributeAccessIssue]
+            job_id=bytes.fromhex(context.get_job_id()),
+            keep_alive_duration_secs=_KEPT_S,
+            num_workers=1,
+        )
+        request.runtime_env_info.serialized_runtime_env = context.get_runtime_env_string()
+        channel: Any = init_grpc_channel(address)
+        with channel:
+            node_manager_pb2_grpc.NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=_TIMEOUT_S)
+        return True
+    return False
+
+
+def _import(*names: str) -> None:
+    with contextlib.suppress(Exception):  # an actor that needs the module reports the error
+        for name in names:
+            import_module(name)
