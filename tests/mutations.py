@@ -960,8 +960,8 @@ MUTATIONS = [
     Mutation(
         "checkpoints have no shortest interval",
         "raycl/training/checkpoint.py",
-        "max(shortest, self._cost_s / _MAX_COST)",
-        "self._cost_s / _MAX_COST",
+        "max(shortest, min(cost_s / _MAX_COST, 2.0 * last_s))",
+        "min(cost_s / _MAX_COST, 2.0 * last_s)",
         "tests/test_phases.py",
     ),
     Mutation(

@@ -13,7 +13,7 @@ from raycl.distributed.step_timer import PAUSED, REST, StepTimer, counted, phase
 from raycl.recipes import recipe
 from raycl.records import failures, read_metrics, wall_seconds
 from raycl.storage import Place
-from raycl.training.checkpoint import Checkpointer
+from raycl.training.checkpoint import Checkpointer, next_interval_s
 from raycl.training.driver import _failure as lose_group
 from raycl.training.job import Failure
 from raycl.training.metrics_logger import Clock, MetricsLogger
@@ -208,17 +208,31 @@ def test_a_group_lost_before_its_first_step_adds_to_the_failure_before_it(
 
 
 @pytest.mark.parametrize(
-    ("cost", "configured", "expected"),
-    [(0.01, None, 2.0), (0.4, None, 40.0), (5.0, None, 300.0), (5.0, 60.0, 60.0)],
+    ("costs", "expected"),
+    [
+        ([0.01], 2.0),
+        ([0.03], 3.0),
+        # One slow write does not postpone the next checkpoint much.
+        ([0.9, 0.03], 3.0),
+        ([0.9], 4.0),
+        ([0.4] * 10, 40.0),
+        ([5.0] * 20, 300.0),
+    ],
 )
-def test_checkpoints_take_at_most_1_percent_of_the_time(
-    cost: float, configured: float | None, expected: float
-) -> None:
-    settings = SimpleNamespace(config=SimpleNamespace(checkpoints=CheckpointConfig(interval_s=configured)))
+def test_checkpoints_take_at_most_1_percent_of_the_time(costs: list[float], expected: float) -> None:
+    settings = SimpleNamespace(config=SimpleNamespace(checkpoints=CheckpointConfig()))
     given: Any = (settings, None, None, None, None, Position(), None, torch.device("cpu"))
-    checkpointer = Checkpointer(*given)
-    checkpointer._cost_s = cost
-    assert checkpointer._interval_s() == pytest.approx(expected)
+    interval = Checkpointer(*given)._interval_s
+    assert interval == 2.0
+    for cost in costs:
+        interval = next_interval_s(interval, cost_s=cost)
+    assert interval == pytest.approx(expected)
+
+
+def test_an_interval_of_the_configuration_is_kept() -> None:
+    settings = SimpleNamespace(config=SimpleNamespace(checkpoints=CheckpointConfig(interval_s=60.0)))
+    given: Any = (settings, None, None, None, None, Position(), None, torch.device("cpu"))
+    assert Checkpointer(*given)._interval_s == 60.0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -77,7 +77,8 @@ class Checkpointer:
         self._preempted: frozenset[int] = frozenset()  # ranks whose nodes will be preempted
         self._at_risk: frozenset[ShardAtRisk] = frozenset()  # shards of the bank whose nodes will be removed
         self.saved_step, self._saved_at = position.step, time.monotonic()
-        self._cost_s = 0.0  # of the last checkpoint
+        configured = job.config.checkpoints.interval_s
+        self._interval_s = _INTERVALS_S[0] if configured is None else configured
 
     def is_due(self, position: Position) -> bool:
         """Whether to save after this step: by step, by time, or before a node of workers or of the bank is removed."""
@@ -87,7 +88,7 @@ class Checkpointer:
             return is_due_by_step
         # Clocks differ between workers: the first one decides.
         late = self._is_writer and (
-            time.monotonic() - self._saved_at > self._interval_s() or self._is_bank_newly_at_risk()
+            time.monotonic() - self._saved_at > self._interval_s or self._is_bank_newly_at_risk()
         )
         is_late = bool(all_sum(torch.tensor(late, device=self._device).long()))
         return is_due_by_step or is_late or self._is_newly_preempted()
@@ -126,13 +127,8 @@ class Checkpointer:
             with (self._job.output / CHECKPOINTS).wrap_errors("save a checkpoint in"):
                 self._report(position, store, metrics, evaluated=evaluated)
         self.saved_step, self._saved_at = position.step, time.monotonic()
-        self._cost_s = self._saved_at - began
-
-    def _interval_s(self) -> float:
-        """Return the seconds from the last checkpoint to the next."""
-        shortest, longest = _INTERVALS_S
-        configured = self._job.config.checkpoints.interval_s
-        return min(longest, max(shortest, self._cost_s / _MAX_COST)) if configured is None else configured
+        if self._job.config.checkpoints.interval_s is None:
+            self._interval_s = next_interval_s(self._interval_s, cost_s=self._saved_at - began)
 
     def _save_bank(self, position: Position, store: Store) -> None:
         """Write the bank's snapshot before the checkpoint that needs it; move shards whose nodes will be removed."""
@@ -225,6 +221,15 @@ class Checkpointer:
         preempted = frozenset() if info is None else frozenset(info.preempted_ranks)
         is_new, self._preempted = bool(preempted - self._preempted), preempted
         return is_new
+
+
+def next_interval_s(last_s: float, *, cost_s: float) -> float:
+    """Return the seconds to the next checkpoint: so many that this one's cost is 1% of them, from 2 to 300.
+
+    At most twice the last interval: one slow write, as the first one often is, says little about the next.
+    """
+    shortest, longest = _INTERVALS_S
+    return min(longest, max(shortest, min(cost_s / _MAX_COST, 2.0 * last_s)))
 
 
 def saved_steps(output: Place) -> set[int]:
