@@ -17,6 +17,7 @@ from raycl.errors import DataError
 from raycl.storage import Place
 
 CHAIN = "chain.jsonl"
+DAMAGED = "chain.damaged.jsonl"
 # The kinds of links: a group of workers starts, goes back to an earlier step, saves a checkpoint, or ends the run.
 START, ROLLBACK, CHECKPOINT, END = "start", "rollback", "checkpoint", "end"
 _FIRST = "0" * 64
@@ -27,9 +28,14 @@ class Chain:
     """The chain of an output, kept in memory and written as a whole, since an object store cannot append."""
 
     def __init__(self, output: Place) -> None:
-        """Continue the chain of the output, if it has one; raises ``DataError`` if it is damaged."""
-        self._place = output / CHAIN
-        self._links = read_chain(output)
+        """Continue the chain of the output, if it has one; a damaged one is moved away (``is_damaged``)."""
+        self._place, self.is_damaged = output / CHAIN, False
+        try:
+            self._links = read_chain(output)
+        except DataError:
+            # A run needs no chain to continue.
+            self._links, self.is_damaged = [], True
+            (output / DAMAGED).write_bytes(self._place.read_bytes())
 
     def add(self, kind: str, values: Mapping[str, Any]) -> str:
         """Add a link, and return its hash."""
@@ -49,25 +55,32 @@ def read_chain(output: Place) -> list[dict[str, Any]]:
     for number, line in enumerate(place.read_text().splitlines() if place.exists() else (), 1):
         link = _parsed(line)
         if link.get("previous") != previous or link.get("hash") != _hash_of(link):
-            raise DataError(
-                f"link {number} of {place} was changed, or links before it are missing: the run cannot be certified; "
-                f"delete {CHAIN} to resume it without its history"
-            )
+            raise DataError(f"link {number} of {place} was changed, or links before it are missing")
         links.append(link)
         previous = link["hash"]
     return links
 
 
 def kept_links(links: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the links whose steps belong to the run in the end, without those that a later start or rollback undid."""
-    kept: list[dict[str, Any]] = []
-    for link in links:
+    """Return the links whose steps belong to the run in the end, without those that a later start or rollback undid.
+
+    A start or rollback continues the link of the checkpoint that it names, or begins anew if it names none.
+    """
+    saved: dict[str, int] = {}  # the last link of each checkpoint
+    before: list[int | None] = []  # of each link, the one that it continues
+    for number, link in enumerate(links):
         if link["kind"] in (START, ROLLBACK):
-            kept = [
-                each for each in kept if each["kind"] in (START, ROLLBACK) or each["step"] <= link["step"]
-            ]
-        kept.append(link)
-    return kept
+            before.append(saved.get(link["checkpoint"] or ""))
+        else:
+            before.append(number - 1 if number else None)
+        if link["kind"] == CHECKPOINT:
+            saved[link["name"]] = number
+    kept: list[dict[str, Any]] = []
+    number = len(links) - 1 if links else None
+    while number is not None:
+        kept.append(links[number])
+        number = before[number]
+    return kept[::-1]
 
 
 def sha256_of_files(output: Place, names: Iterable[str]) -> dict[str, str]:

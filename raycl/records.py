@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, final
 
 from raycl.chain import LogHash
-from raycl.errors import StorageError
+from raycl.errors import DataError, StorageError
 from raycl.storage import Place
 
 CONFIG = "config.yaml"
@@ -46,17 +46,16 @@ class MetricsLog:
         self,
         output: Place,
         *,
-        resume_step: int = 0,
+        resume_step: int | None = None,
         num_rollbacks: int = 0,
         flush_interval_s: float = 5.0,
         check: Callable[[], object] = lambda: None,
     ) -> None:
         self._place, self._check = output / METRICS, check
         self._flush_interval_s = flush_interval_s
-        resumes = (resume_step or num_rollbacks) and self._place.exists()
-        lines = read_metrics(output) if resumes else []
+        lines = read_metrics(output) if resume_step is not None and self._place.exists() else []
         self._lines, self._hash = list[str](), LogHash()
-        for line in _until(lines, resume_step, num_rollbacks):
+        for line in _until(lines, resume_step or 0, num_rollbacks):
             self._add(line)
         self._flushed_at = time.monotonic()
 
@@ -83,8 +82,18 @@ class MetricsLog:
 
 
 def read_metrics(output: Place) -> list[dict[str, Any]]:
-    """Return the lines of ``metrics.jsonl`` in ``output``, in order."""
-    return [with_new_names(json.loads(line)) for line in (output / METRICS).read_text().splitlines()]
+    """Return the lines of ``metrics.jsonl`` in ``output``, in order; raises ``DataError`` for a damaged one."""
+    return [
+        with_new_names(_parsed(line, f"line {number} of {output / METRICS}"))
+        for number, line in enumerate((output / METRICS).read_text().splitlines(), 1)
+    ]
+
+
+def _parsed(line: str, name: str) -> dict[str, Any]:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{name} is damaged: {error}") from None
 
 
 def wall_seconds(output: Place) -> float:

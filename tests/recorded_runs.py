@@ -86,7 +86,7 @@ def train(
     runner = StepRunner(job, None, device)
     runner.initialize_bank()
     log = MetricsLog(Place(output))
-    links = RunChain(job, log.head, runner.position, None, device)
+    links = RunChain(job, job.config, log.head, runner.position, None, device)
     ids: list[list[int]] = []
     for views in coming_views(runner):
         before = runner.position
@@ -122,7 +122,7 @@ def save_checkpoint(runner: StepRunner, links: RunChain, folder: Path) -> None:
         "store": {} if has_actor else runner.store.state_dict(),
         "mined": {},
         "watch": {},
-        "chain": links.state_dict(),
+        "chain": links.state_dict() | {"checkpoint": name},
         "position": vars(runner.position),
         "metrics": {},
     }

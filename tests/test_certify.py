@@ -29,6 +29,7 @@ from raycl.training.stages import Position
 from tests import recorded_runs
 from tests.images import write_digits
 from tests.recorded_runs import record_run, small_config
+from tests.texts import invented_texts
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +124,68 @@ def test_a_changed_loss_in_the_log_is_found(copy: Path) -> None:
 def test_a_removed_and_an_added_step_in_the_log_are_found(change: Any, copy: Path) -> None:
     rewritten(copy / "metrics.jsonl", change)
     assert failed(raycl.certify(copy)) == ["log"]
+
+
+def test_an_evaluation_added_after_the_end_is_found_but_a_notice_of_a_tracker_is_none(copy: Path) -> None:
+    notice = {"step": 17, "event": "tracking", "text": "wandb: no network"}
+    rewritten(copy / "metrics.jsonl", lambda lines: lines.append(notice))
+    assert raycl.certify(copy, steps=0).is_valid
+    rewritten(copy / "metrics.jsonl", lambda lines: lines.append({"step": 17, "knn_top1": 0.999}))
+    found = raycl.certify(copy, steps=0)
+    assert failed(found) == ["log"]
+    assert found.proves == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"steps": 90}, "steps is 17 in chain.jsonl, and 90 in result.json"),
+        (
+            {"final": {"linear_top1": 0.99}},
+            "linear_top1 is None in chain.jsonl, and 0.99 in result.json",
+        ),
+        ({"chain": "0" * 64}, "is not the one that result.json names"),
+    ],
+)
+def test_a_changed_result_is_found(change: dict[str, Any], says: str, copy: Path) -> None:
+    result = json.loads((copy / "result.json").read_text())
+    (copy / "result.json").write_text(json.dumps(result | change))
+    found = raycl.certify(copy)
+    assert failed(found) == ["chain"]
+    assert says in str(found)
+
+
+def test_an_unfinished_run_is_certified_up_to_its_last_checkpoint(copy: Path) -> None:
+    (copy / "result.json").write_text(json.dumps({"status": "stopped"}))
+    lines = (copy / CHAIN).read_text().splitlines()
+    (copy / CHAIN).write_text("\n".join([*lines[:3], ""]))
+    found = raycl.certify(copy, steps=0)
+    assert found.is_valid, str(found)
+    assert "this unfinished run wrote its settings, its checkpoints and its log up to step 12" in found.proves
+    assert "the last 5 are not bound" in str(found)
+
+
+def test_a_damaged_log_is_one_line(copy: Path) -> None:
+    with (copy / "metrics.jsonl").open("a") as log:
+        log.write('{"step": ')
+    with pytest.raises(DataError, match=r"line 18 of .*metrics.jsonl is damaged"):
+        raycl.certify(copy)
+
+
+def test_steps_that_one_process_cannot_repeat_are_not_checked(tmp_path: Path) -> None:
+    rows = [{"query": text[:9], "document": text, "negatives": [text[::-1]]} for text in invented_texts(200)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "pairs.parquet")
+    words = {
+        "encoder.name": "bag_of_subwords",
+        "encoder.kwargs": {"dim": 16, "hidden_dim": 24, "dropout": 0.2},
+    }
+    config = small_config("two_tower", {"workers": 2, "negatives.explicit": True, **words})
+    run = record_run(config, tmp_path / "pairs.parquet", tmp_path / "run")
+    found = raycl.certify(run)
+    assert found.is_valid, str(found)
+    [steps] = [check for check in found.checks if check.name == "steps"]
+    assert steps.passed is None and "explicit negatives" in steps.text
+    assert [check.passed for check in found.checks if check.name in ("rows", "samples")] == [True, True]
 
 
 def test_a_swapped_checkpoint_is_found(copy: Path) -> None:
@@ -255,7 +318,7 @@ def test_a_changed_and_a_removed_link_are_found(number: int, copy: Path) -> None
 
 
 def test_a_run_without_a_chain_and_one_whose_chain_begins_late_are_not_certified(copy: Path) -> None:
-    rewritten(copy / CHAIN, lambda links: links[0].update(step=5))
+    rewritten(copy / CHAIN, lambda links: links[0].update(step=5, checkpoint="step-00000005"))
     with_new_hashes(copy)
     assert "begins at step 5" in str(raycl.certify(copy))
     (copy / CHAIN).unlink()
@@ -340,30 +403,51 @@ def test_a_run_that_fails_gets_no_valid_certificate(copy: Path) -> None:
 
 
 def test_steps_that_a_restart_or_a_rollback_undid_do_not_count() -> None:
-    def link(kind: str, step: int) -> dict[str, Any]:
-        return {"kind": kind, "step": step}
+    def start(checkpoint: str | None) -> dict[str, Any]:
+        return {"kind": "start", "checkpoint": checkpoint}
 
-    links = [
-        link("start", 0),
-        link("checkpoint", 10),
-        link("checkpoint", 20),
-        link("start", 10),  # the checkpoint of step 20 was lost
-        link("checkpoint", 15),
-        link("checkpoint", 25),
-        link("rollback", 15),
-        link("checkpoint", 15),
-        link("end", 30),
+    def saved(name: str) -> dict[str, Any]:
+        return {"kind": "checkpoint", "name": name}
+
+    def back(checkpoint: str) -> dict[str, Any]:
+        return {"kind": "rollback", "checkpoint": checkpoint}
+
+    lost = [start(None), saved("10"), start(None), saved("10"), saved("20"), start("10"), saved("15")]
+    assert kept_links(lost) == [start(None), saved("10"), start("10"), saved("15")]
+    rolled_back = [*lost, saved("25"), back("15"), saved("15-again"), {"kind": "end"}]
+    kept = [
+        start(None),
+        saved("10"),
+        start("10"),
+        saved("15"),
+        back("15"),
+        saved("15-again"),
+        {"kind": "end"},
     ]
-    kept = [(each["kind"], each["step"]) for each in kept_links(links)]
-    assert kept == [
-        ("start", 0),
-        ("checkpoint", 10),
-        ("start", 10),
-        ("checkpoint", 15),
-        ("rollback", 15),
-        ("checkpoint", 15),
-        ("end", 30),
+    assert kept_links(rolled_back) == kept
+    # The checkpoint after the rollback was never complete: the group resumes from the last one before it.
+    crashed = [*rolled_back[:-1], start("25"), saved("30")]
+    assert kept_links(crashed) == [*lost[2:4], *lost[5:], saved("25"), start("25"), saved("30")]
+    assert kept_links([start("of an older version"), saved("30")]) == [
+        start("of an older version"),
+        saved("30"),
     ]
+    assert kept_links([]) == []
+
+
+def test_a_damaged_chain_is_moved_and_a_new_one_begins(tmp_path: Path) -> None:
+    place = Place(str(tmp_path))
+    first = Chain(place)
+    first.add("start", {"step": 0})
+    first.flush()
+    assert not Chain(place).is_damaged
+    (tmp_path / CHAIN).write_text("{}\n")
+    second = Chain(place)
+    assert second.is_damaged
+    second.add("start", {"step": 5})
+    second.flush()
+    assert [link["step"] for link in read_chain(place)] == [5]
+    assert (tmp_path / "chain.damaged.jsonl").read_text() == "{}\n"
 
 
 def test_the_hash_of_a_draw_is_a_sum_over_samples_that_depends_on_the_epoch() -> None:
@@ -425,13 +509,13 @@ def test_steps_of_a_lost_group_and_before_a_rollback_are_not_counted(tmp_path: P
     def save(chain: RunChain, step: int) -> dict[str, Any]:
         chain.sum_draws()
         chain.checkpoint(f"step-{step:08d}", Position(step=step), state_file)
-        return chain.state_dict()
+        return chain.state_dict() | {"checkpoint": f"step-{step:08d}"}
 
-    first = RunChain(job, dict, Position(), None, cpu)
+    first = RunChain(job, config, dict, Position(), None, cpu)
     make(first, 1, 2, 3)
     saved = save(first, 3)
     make(first, 4, 5)  # lost
-    second = RunChain(job, dict, Position(step=3), saved, cpu)
+    second = RunChain(job, config, dict, Position(step=3), saved, cpu)
     make(second, 4, 5, 6)
     kept = save(second, 6)
     make(second, 7, 8)
@@ -455,13 +539,13 @@ def test_steps_of_a_lost_group_and_before_a_rollback_are_not_counted(tmp_path: P
         "end",
     ]
     assert links[-1]["hash"] == head
-    assert links[0]["rows"] == 7
-    # Settings that a resumed run may change do not count.
-    hashes = [
-        hash_of_settings(small_config("simclr", each))
-        for each in ({}, {"workers": 2, "checkpoints.keep": 9}, {"stages.0.learning_rate": 0.9})
+    assert [link["checkpoint"] for link in links if "checkpoint" in link] == [
+        None,
+        "step-00000003",
+        "step-00000006",
     ]
-    assert links[0]["settings"] == hashes[0] == hashes[1] != hashes[2]
+    assert links[0]["rows"] == 7
+    assert (links[0]["device"], links[0]["precision"]) == ("cpu", "float32")
     assert links[1]["state"] == hashlib.sha256(b"weights").hexdigest()
     drawn = [link["drawn"] for link in links if "drawn" in link]
     sums = [
@@ -477,4 +561,16 @@ def test_steps_of_a_lost_group_and_before_a_rollback_are_not_counted(tmp_path: P
         {"8": 4.0, "9": 4.5},
     ]
     # A checkpoint of a version without a chain: the sum of its steps is unknown.
-    assert save(RunChain(job, dict, Position(step=9), {}, cpu), 9) == {"drawn": None}
+    old = RunChain(job, config, dict, Position(step=9), {}, cpu)
+    assert save(old, 9)["drawn"] is None
+
+
+def test_settings_that_determine_no_loss_may_change_between_starts() -> None:
+    changes: list[dict[str, Any]] = [
+        {},
+        {"workers": 2, "checkpoints.keep": 9},
+        {"stages.0.learning_rate": 0.9},
+        {"stages.0.chunk_size": 16},  # another order of dropout
+    ]
+    first, *others = (hash_of_settings(small_config("simclr", change)) for change in changes)
+    assert [other == first for other in others] == [True, False, False]

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 import pyarrow as pa
 import ray
-from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
+from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR as HOOK
 from ray.train.collective import broadcast_from_rank_zero
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -161,8 +162,9 @@ class StreamReader:
         if rank == 0:
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             options: dict[str, Any] = {"scheduling_strategy": here, "max_concurrency": cutter.num_workers + 2}
-            # It does not need the modules that a new worker imports, and must not take a process from the workers.
-            options["runtime_env"] = {"env_vars": {WORKER_PROCESS_SETUP_HOOK_ENV_VAR: ""}}
+            if os.environ.get(HOOK, "").startswith("raycl."):
+                # It does not need the modules that a new worker imports, and must not take a process from the workers.
+                options["runtime_env"] = {"env_vars": {HOOK: ""}}
             self._actor = _WindowActor.options(**options).remote(cutter)
         if cutter.num_workers > 1:
             self._actor = broadcast_from_rank_zero(self._actor if rank == 0 else None)

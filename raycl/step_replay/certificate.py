@@ -28,9 +28,9 @@ from raycl.display import Displayable, Table
 from raycl.errors import ConfigError, DataError
 from raycl.inference.checkpoint_encoder import complete_checkpoints
 from raycl.lease import writing
-from raycl.records import CHECKPOINTS, METRICS, STATE
+from raycl.records import CHECKPOINTS, METRICS, RESULT, STATE
 from raycl.step_replay.find import drawn_ids
-from raycl.step_replay.float64 import losses_in_float64
+from raycl.step_replay.float64 import has_dropout, losses_in_float64
 from raycl.step_replay.record import RecordedRun, read_record
 from raycl.step_replay.restore import train_until
 from raycl.step_replay.rows import RunRows, read_rows
@@ -39,7 +39,7 @@ from raycl.training.checkpoint import numbers_of
 from raycl.training.process import available_cores, prepared_process
 
 CERTIFICATE = "certificate.json"
-_EXACT = 1e-6  # relative difference of a loss in float32 right after a checkpoint: six digits
+_EXACT = 1e-5  # relative difference of a loss in float32 right after a checkpoint
 _AFTER_UPDATE = 2e-4  # of the loss after one update in float32
 _BFLOAT16 = 2e-2  # of all losses of a run in bfloat16
 
@@ -176,8 +176,8 @@ def certify(run: str, *, steps: int = 4, data: Sequence[str] = ()) -> Certificat
         checks=checks,
         recomputed=recomputed,
         epochs=epochs,
-        files=sha256_of_files(record.output, history.names),
-        proves=_statement(checks, recomputed, epochs),
+        files=history.files | sha256_of_files(record.output, (CHAIN, METRICS, RESULT)),
+        proves=_statement(history, checks, recomputed, epochs),
     )
 
 
@@ -211,7 +211,7 @@ class _History:
         self.run = run
         self.links: list[dict[str, Any]] = []
         self.kept: list[dict[str, Any]] = []
-        self.names: list[str] = [CHAIN, METRICS]  # of the files
+        self.files: dict[str, str] = {}  # their hashes, of those that the chain binds
 
     def checks(self) -> Iterator[Check]:
         """Yield the checks of the chain, and if it is whole, of the files."""
@@ -223,6 +223,11 @@ class _History:
             yield _checked("checkpoints", self._check_checkpoints)
 
     @property
+    def is_finished(self) -> bool:
+        """Whether the run has ended."""
+        return self.run.result.get("status") == "finished"
+
+    @property
     def starts(self) -> list[dict[str, Any]]:
         """The links of all starts."""
         return [link for link in self.links if link["kind"] == START]
@@ -232,29 +237,31 @@ class _History:
         self.links = links = read_chain(output)
         if not links:
             raise DataError(f"the run has no {CHAIN}: an older version of raycl made it")
-        if links[0]["kind"] != START or links[0]["step"] != 0:
-            raise DataError(
-                f"{CHAIN} begins at step {links[0]['step']}, without the history of the steps before"
-            )
         self.kept = kept_links(links)
+        first = self.kept[0]
+        if first["kind"] != START or first["step"] != 0:
+            raise DataError(
+                f"{CHAIN} begins at step {first['step']}, without the history of the steps before"
+            )
         result = self.run.result
-        if result.get("status") != "finished":
+        if not self.is_finished:
             return f"{len(links)} links up to step {links[-1]['step']:,}; the run has not finished"
         if links[-1]["kind"] != END or result.get("chain") != links[-1]["hash"]:
             raise DataError(f"the last link of {CHAIN} is not the one that result.json names")
-        for name, value in links[-1]["final"].items():
-            found = result["final"].get(name)
-            if not (found is None and not math.isfinite(value)) and not _is_close(found, value):
-                raise DataError(
-                    f"{name} is {value:g} in {CHAIN}, and {result['final'].get(name)} in result.json"
-                )
+        final = {"steps": links[-1]["step"], **links[-1]["final"]}
+        found_final = {"steps": result.get("steps"), **result["final"]}
+        for name in final | found_final:
+            value, found = final.get(name), found_final.get(name)
+            is_same = found is None if value is None or not math.isfinite(value) else _is_close(found, value)
+            if not is_same or name not in final:
+                raise DataError(f"{name} is {value} in {CHAIN}, and {found} in {RESULT}")
         return f"{len(links)} links, starts of workers: {len(self.starts)}, {links[-1]['step']:,} steps"
 
     def _check_files(self) -> str:
         bound = dict(self.starts[-1]["files"])
-        bound |= self.links[-1]["files"] if self.links[-1]["kind"] == END else {}
-        self.names += bound
+        bound |= self.links[-1]["files"] if self.is_finished else {}
         found = sha256_of_files(self.run.output, bound)
+        self.files |= found
         for name, value in bound.items():
             if found.get(name) != value:
                 how = "was changed" if name in found else "is missing"
@@ -274,22 +281,23 @@ class _History:
                     f"lines {bound + 1:,} to {number:,} of {METRICS} are not those of the run at step {link['step']:,}"
                 )
             bound = number
+        losses = self.run.losses
         for link in self.kept:
             for step, loss in link.get("losses", {}).items():
-                logged = self.run.losses.get(int(step), {"loss": loss})["loss"]
+                logged = losses.get(int(step), {"loss": loss})["loss"]
                 if not _is_close(logged, loss):
                     raise DataError(f"step {step} has loss {loss:g} in {CHAIN}, and {logged} in {METRICS}")
         rest = [json.loads(line) for line in lines[bound:]]
-        if self.links[-1]["kind"] == END and any("loss" in line for line in rest):
-            raise DataError(f"{METRICS} has lines of steps after the end of the run")
+        if self.is_finished and any(line.get("event") != "tracking" for line in rest):
+            raise DataError(f"{METRICS} has lines after the end of the run")
         return f"{bound:,} lines" + (f"; the last {len(rest):,} are not bound" if rest else "")
 
     def _check_checkpoints(self) -> str:
         bound = {link["name"]: link["state"] for link in self.links if link["kind"] == CHECKPOINT}
         there = complete_checkpoints(self.run.output)
         names = {name: f"{CHECKPOINTS}/{name}/{STATE}" for name in there}
-        self.names += names.values()
         found = sha256_of_files(self.run.output, names.values())
+        self.files |= found
         for name, path in names.items():
             if name not in bound:
                 raise DataError(f"the run did not save the checkpoint {name}")
@@ -336,11 +344,15 @@ class _Rows:
         for link in self._history.kept:
             if "drawn" in link:
                 bound.setdefault(link["step"], set()).add(link["drawn"])
-        step, total, by_epoch = 0, 0, dict[int, list[Any]]()
+        step, total, num_train = 0, 0, sum(rows.job.num_train)
         last = max(bound, default=0)
+        of_epoch: list[Any] = []
         for position, ids in islice(drawn_ids(rows), last):
+            if of_epoch and position.epoch_step == 0:
+                self.epochs.append(_counted(len(self.epochs), of_epoch, num_train))
+                of_epoch = []
             step, total = position.step + 1, (total + hash_of_draw(ids, position.epoch)) % 2**64
-            by_epoch.setdefault(position.epoch, []).append(ids)
+            of_epoch.append(ids)
             if bound.get(step, {total}) != {total}:
                 raise DataError(
                     f"up to step {step:,} the run drew other samples than the order of its seed has: some were skipped, or "
@@ -348,8 +360,8 @@ class _Rows:
                 )
         if step < last:
             raise DataError(f"the run made {last:,} steps, and its settings have {step:,}")
-        num_train = sum(rows.job.num_train)
-        self.epochs = [_counted(epoch, np.concatenate(ids), num_train) for epoch, ids in by_epoch.items()]
+        if of_epoch:
+            self.epochs.append(_counted(len(self.epochs), of_epoch, num_train))
         twice = sum(epoch["drawn_twice"] for epoch in self.epochs)
         # By class, samples are drawn with repetition, and two data sets may have equal ids.
         is_once = self._run.config.data.samples_per_class is None and len(rows.job.num_train) == 1
@@ -359,12 +371,15 @@ class _Rows:
         return f"{drawn:,} in {len(self.epochs)} epochs of {num_train:,} training samples, {twice:,} twice in an epoch"
 
     def _check_steps(self, rows: RunRows, num_steps: int) -> str:
-        groups = list(self._recomputable())
+        groups, refused = list(self._recomputable()), ""
         random.SystemRandom().shuffle(groups)
         with prepared_process(available_cores()):
-            for workers, losses in groups:
+            for start, losses in groups:
                 if len(self.recomputed) < num_steps:
-                    self.recomputed += self._recompute(rows, workers, losses)
+                    try:
+                        self.recomputed += self._recompute(rows, start, losses)
+                    except ConfigError as error:  # one process cannot repeat these steps
+                        refused = str(error)
         self.recomputed.sort(key=lambda each: each.step)
         wrong = [each for each in self.recomputed if not each.is_equal]
         if wrong:
@@ -373,11 +388,13 @@ class _Rows:
                 f"step {first.step:,} has loss {first.recorded_loss:.8g} in {CHAIN}, and {first.loss:.8g} when it is computed "
                 "again"
             )
+        if refused and not self.recomputed:
+            raise ConfigError(refused)
         there = sum(len(losses) for _, losses in groups)
         return f"{len(self.recomputed)} of {there} steps next to a checkpoint that is left, or to the start"
 
-    def _recomputable(self) -> Iterator[tuple[int, dict[int, float]]]:
-        """Yield the workers and the recorded losses of successive steps whose state before them is left."""
+    def _recomputable(self) -> Iterator[tuple[dict[str, Any], dict[int, float]]]:
+        """Yield the start link and the recorded losses of successive steps whose state before them is left."""
         saved = [numbers for name in complete_checkpoints(self._run.output) if (numbers := numbers_of(name))]
         start = self._history.starts[-1]
         now = start["settings"]
@@ -392,31 +409,39 @@ class _Rows:
             before = [rollbacks for step, _, rollbacks in saved if step == first - 1]
             before += [0] if first == 1 else []
             if any(self._run.is_kept(first, rollbacks=rollbacks) for rollbacks in before):
-                yield start["workers"], losses
+                yield start, losses
 
     def _recompute(
-        self, rows: RunRows, workers: int, losses: Mapping[int, float]
-    ) -> Iterator[RecomputedStep]:
+        self, rows: RunRows, start: Mapping[str, Any], losses: Mapping[int, float]
+    ) -> list[RecomputedStep]:
+        """Compute successive steps again; raises ``ConfigError`` if one process cannot repeat them."""
         first = min(losses)
-        before = train_until(rows, first, workers=workers)
-        is_float32 = self._run.config.tower_precision == "float32"
+        before = train_until(rows, first, workers=start["workers"])
+        if before.first_step != first:
+            raise ConfigError(f"the state before step {first:,} cannot be read")
+        if start["device"] != "cpu" and has_dropout(before.runner):
+            raise ConfigError("the run drew dropout on a GPU, whose random numbers a CPU does not repeat")
+        found = []
         for updates, loss in enumerate(losses_in_float64(before, len(losses))):
             recorded = losses[first + updates]
             difference = abs(loss - recorded) / max(abs(recorded), 1.0)
-            limit = (_AFTER_UPDATE if updates else _EXACT) if is_float32 else _BFLOAT16
-            yield RecomputedStep(
+            limit = _AFTER_UPDATE if updates else _EXACT
+            step = RecomputedStep(
                 step=first + updates,
                 checkpoint=before.checkpoint,
-                workers=workers,
+                workers=start["workers"],
                 updates=updates,
                 loss=loss,
                 recorded_loss=recorded,
                 relative_difference=difference,
-                is_equal=difference <= limit,
+                is_equal=difference <= (limit if start["precision"] == "float32" else _BFLOAT16),
             )
+            found.append(step)
+        return found
 
 
-def _counted(epoch: int, ids: Any, num_train: int) -> dict[str, int]:
+def _counted(epoch: int, batches: Sequence[Any], num_train: int) -> dict[str, int]:
+    ids = np.concatenate(batches)
     distinct = len(np.unique(ids))
     return {"epoch": epoch, "samples": num_train, "drawn": len(ids), "drawn_twice": len(ids) - distinct}
 
@@ -431,14 +456,24 @@ def _checked(name: str, work: Callable[[], str]) -> Check:
         return Check(name=name, passed=True, text=work())
     except DataError as error:
         return Check(name=name, passed=False, text=str(error))
+    except ConfigError as error:
+        return Check(name=name, passed=None, text=str(error))
 
 
 def _statement(
-    checks: Sequence[Check], recomputed: Sequence[RecomputedStep], epochs: Sequence[Mapping[str, int]]
+    history: _History,
+    checks: Sequence[Check],
+    recomputed: Sequence[RecomputedStep],
+    epochs: Sequence[Mapping[str, int]],
 ) -> str:
-    """Return the conclusion from the checks that passed, and its limits."""
+    """Return the conclusion from the checks, and its limits; nothing if one failed."""
     passed = {check.name for check in checks if check.passed}
+    if any(check.passed is False for check in checks):
+        return ""
     proved = ["the files of this run are the ones that it wrote, by its chain of hashes"]
+    if not history.is_finished:
+        step = history.links[-1]["step"]
+        proved = [f"this unfinished run wrote its settings, its checkpoints and its log up to step {step:,}"]
     if "rows" in passed:
         proved.append("its data have the contents that it read")
     if "samples" in passed:

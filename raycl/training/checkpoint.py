@@ -181,7 +181,7 @@ class Checkpointer:
                 "store": store.state_dict(),
                 "mined": {} if self._mined is None else self._mined.state_dict(),
                 "watch": self._monitor.state_dict(),
-                "chain": self._chain.state_dict(),
+                "chain": self._chain.state_dict() | {"checkpoint": name},
                 "position": asdict(position),
                 "metrics": dict(metrics),
             }

@@ -69,7 +69,8 @@ class RayTrainer(TorchTrainer):
 
     def _initialize_and_run_controller(self, **controller_init_kwargs: Any) -> Any:
         """Run the controller on the driver's node, with an environment of its own."""
-        env_vars = constants.get_env_vars_to_propagate() | importing("import_controller")
+        env_vars = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0"} | constants.get_env_vars_to_propagate()
+        env_vars |= importing("import_controller")
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options: dict[str, Any] = {"scheduling_strategy": here, "runtime_env": {"env_vars": env_vars}}
         actor: Any = ray.remote(num_cpus=0)(TrainController)
@@ -89,7 +90,7 @@ class _DataContextOnly(DatasetsCallback):
     """Pass the driver's settings of Ray Data to the workers, and no data sets."""
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
-        stand_by()
+        stand_by(2)  # the other one for the actor by which Ray Train synchronizes the workers of a group
         return {}
 
 

@@ -77,10 +77,14 @@ class Trainer:
         if restored is not None:
             self._monitor.load_state_dict(restored.monitor_state)
         self._logger = MetricsLogger(
-            job, runner.position, num_steps=runner.num_steps, on_accelerator=device.type == "cuda"
+            job,
+            runner.position,
+            num_steps=runner.num_steps,
+            resumes=restored is not None,
+            on_accelerator=device.type == "cuda",
         )
         chain_state = None if restored is None else restored.chain_state
-        self._chain = RunChain(job, self._logger.head, runner.position, chain_state, device)
+        self._chain = RunChain(job, self._config, self._logger.head, runner.position, chain_state, device)
         self._checkpointer = Checkpointer(
             job, runner.state, self._monitor, self._logger, self._chain, runner.position, runner.mined, device
         )

@@ -21,8 +21,16 @@ _PROGRESS_INTERVAL_S = 0.3
 class MetricsLogger:
     """Log for all workers: the first one writes, the others do nothing."""
 
-    def __init__(self, job: Job, position: Position, *, num_steps: int, on_accelerator: bool = False) -> None:
-        """``position`` is the start of the run, or the checkpoint that it resumes from."""
+    def __init__(
+        self,
+        job: Job,
+        position: Position,
+        *,
+        num_steps: int,
+        resumes: bool = False,
+        on_accelerator: bool = False,
+    ) -> None:
+        """``position`` is the start of the run, or the checkpoint that it ``resumes`` from."""
         self._num_views = job.config.num_views
         self.clock = Clock(position, num_views=self._num_views, on_accelerator=on_accelerator)
         self._coordinator, self._num_steps, self._position = job.coordinator, num_steps, position
@@ -34,7 +42,7 @@ class MetricsLogger:
         if rank() == 0:
             self._log = MetricsLog(
                 job.output,
-                resume_step=position.step,
+                resume_step=position.step if resumes else None,
                 num_rollbacks=position.rollbacks,
                 check=job.check_lease,
             )

@@ -37,6 +37,7 @@ MAY_CHANGE = re.compile(
     r"checkpoints\..*|monitor\..*|tracking\..*|data\.cache|bank\.(detached|max_staleness|timeout_s)|"
     r"negatives\.mined\.(actors|min_actors|cpus_per_actor|gpus_per_actor|node_label|refresh)|log_every_steps|max_failures"
 )
+_CHUNKS = re.compile(r"stages\.\d+\.(chunk_size|cached_chunks|activation_checkpoint_every)")
 _ADDRESSES = re.compile(r"negatives\.guide\.(query|document)")  # may be changed, but not added or removed
 
 
@@ -300,8 +301,12 @@ def _check_unchanged(saved: RunConfig, config: RunConfig) -> None:
 
 
 def hash_of_settings(config: RunConfig) -> str:
-    """Return the SHA-256 of the settings that ``--resume`` may not change; a longer last stage changes it."""
-    fixed = {key: value for key, value in leaves(config).items() if not MAY_CHANGE.fullmatch(key)}
+    """Return the SHA-256 of the settings that determine the losses of steps; a longer last stage changes it."""
+    fixed = {
+        key: value
+        for key, value in leaves(config).items()
+        if _CHUNKS.fullmatch(key) or not MAY_CHANGE.fullmatch(key)
+    }
     return hashlib.sha256(json.dumps(fixed, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -9,7 +9,9 @@ from typing import Any, final
 import torch
 
 from raycl.chain import (
+    CHAIN,
     CHECKPOINT,
+    DAMAGED,
     END,
     ROLLBACK,
     START,
@@ -19,9 +21,11 @@ from raycl.chain import (
     sha256_of_files,
     sha256_of_local,
 )
+from raycl.config import RunConfig
 from raycl.distributed import all_sum, num_workers, rank
 from raycl.models.registry import TOKENIZER
 from raycl.records import CONFIG, DATA
+from raycl.training.coordinator import add_notice
 from raycl.training.encoder_files import ENCODER_FILES
 from raycl.training.job import Job
 from raycl.training.preflight import hash_of_settings
@@ -43,6 +47,7 @@ class RunChain:
     def __init__(
         self,
         job: Job,
+        config: RunConfig,
         log_head: Callable[[], dict[str, Any]],
         position: Position,
         restored: Mapping[str, Any] | None,
@@ -50,7 +55,7 @@ class RunChain:
     ) -> None:
         """Begin at the start of the run, or at the checkpoint with the state ``restored``.
 
-        ``log_head`` returns the number of lines of the log and their hash.
+        ``config`` is the job's, with the precision of this device. ``log_head`` returns the number of lines of the log and their hash.
         """
         self._output, self._log_head, self._device = job.output, log_head, device
         # None after a checkpoint of a version without a chain.
@@ -59,14 +64,20 @@ class RunChain:
         self._losses: dict[str, float] = {}
         self._num_losses = _NUM_LOSSES
         self._chain = Chain(job.output) if rank() == 0 else None
+        if self._chain is not None and self._chain.is_damaged:
+            add_notice(
+                job.coordinator, f"{CHAIN} is damaged: moved to {DAMAGED}; the run cannot be certified"
+            )
         self._add(
             START,
             position,
-            rollbacks=position.rollbacks,
+            checkpoint=None if restored is None else restored.get("checkpoint"),
             workers=num_workers(),
+            device=device.type,
+            precision=config.tower_precision,
             time=int(time.time()),
             files={} if self._chain is None else sha256_of_files(job.output, (CONFIG, DATA, TOKENIZER)),
-            settings=hash_of_settings(job.config),
+            settings=hash_of_settings(config),
             rows=job.fingerprint,
             version=version("raycl"),
             code=code_hash(),
@@ -99,7 +110,7 @@ class RunChain:
     def roll_back(self, position: Position, restored: Mapping[str, Any]) -> None:
         """Continue from an earlier checkpoint of this run."""
         self._drawn, self._new, self._losses = restored.get("drawn"), 0, {}
-        self._add(ROLLBACK, position, rollbacks=position.rollbacks)
+        self._add(ROLLBACK, position, checkpoint=restored.get("checkpoint"))
 
     def end(self, position: Position, final: Mapping[str, Any]) -> str:
         """Add the last link, with the last metrics and the saved encoder, after ``sum_draws``; return its hash."""
