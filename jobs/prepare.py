@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from raycl.cli.main import Address, Debug, Setting, run_job
+from raycl.cli.main import run_job
+from raycl.cli.options import Address, Debug, Setting
 from raycl.cli.plan import command_settings
 from raycl.data.columns import ColumnNames
 from raycl.errors import ConfigError

@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from raycl.cli.main import Address, Debug, Gpu, Setting, run_job
+from raycl.cli.main import run_job
+from raycl.cli.options import Address, Debug, Gpu, Setting
 from raycl.config.overrides import parse_setting
 from raycl.errors import ConfigError
 

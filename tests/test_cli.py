@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from raycl.cli.main import _show_example, main
+from raycl.cli.main import main
 from raycl.cli.plan import command_settings, plan_run, run_flags
+from raycl.cli.runs import _show_example
 from raycl.config.overrides import config_from_yaml, override
 from raycl.data.columns import ColumnNames
 from raycl.recipes import recipe
