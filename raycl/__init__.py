@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from raycl.recipes import recipe
     from raycl.training.launch import RunResult
 
+    __version__: str
+
 _HOME = {
     "ColumnNames": "raycl.data.columns:ColumnNames",
     "RayclError": "raycl.errors:RayclError",
@@ -86,6 +88,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name in _MODULES:
         return importlib.import_module(f"raycl.{name}")
     if name not in _HOME:
@@ -96,3 +100,13 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def _version() -> str:
+    """Return the installed version, or ``unknown`` for files that are not installed, as in a Ray job."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("raycl")
+    except metadata.PackageNotFoundError:
+        return "unknown"

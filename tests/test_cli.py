@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,10 @@ def test_help_lists_every_command(raycl) -> None:
     assert status == 0
     for name in ("demo", "recipes", "train", "evaluate", "embed", "bank", "doctor"):
         assert name in out
+
+
+def test_the_version_is_printed(raycl) -> None:
+    assert raycl("--version") == (0, f"raycl {version('raycl')}\n", "")
 
 
 @pytest.fixture

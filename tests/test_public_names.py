@@ -1,9 +1,11 @@
 """The public names: sorted, complete and documented."""
 
 import importlib
+import importlib.metadata
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +29,24 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_importing_raycl_loads_neither_torch_nor_ray() -> None:
     code = "import raycl, sys; sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_version_is_the_installed_one_and_loads_neither_torch_nor_ray() -> None:
+    code = "import raycl, sys; print(raycl.__version__, {'torch', 'ray'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == f"{importlib.metadata.version('raycl')} set()\n"
+
+
+def test_files_that_are_not_installed_have_an_unknown_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", fail)
+    assert raycl.__version__ == "unknown"
+
+
+def test_type_checkers_find_the_annotations() -> None:
+    assert (Path(raycl.__file__).parent / "py.typed").exists()
 
 
 @pytest.mark.parametrize("room", ["raycl.training", "raycl.inference", "raycl.report", "raycl.doctor"])

@@ -11,6 +11,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+import raycl
 from raycl.cli.bank import bank
 from raycl.cli.options import Address, BatchSize, Debug, Gpu, Setting, Workers
 from raycl.cli.runs import certify, embed, evaluate, export, mine, replay, report
@@ -19,13 +20,27 @@ from raycl.errors import ConfigError, DataError, RayclError, StoppedError, Stora
 INTERRUPTED = 128 + signal.SIGINT
 
 app = typer.Typer(
-    help="Contrastive learning that runs on a Ray cluster.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 
 app.add_typer(bank, name="bank")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"raycl {raycl.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def explain(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Contrastive learning that runs on a Ray cluster."""
 
 
 @app.command()
