@@ -1,6 +1,7 @@
 """The command line: exit statuses, one-line errors, and YAML input and output."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -8,13 +9,16 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import yaml
 
 from raycl.cli.main import main
 from raycl.cli.plan import command_settings, plan_run, run_flags
 from raycl.cli.runs import _show_example
-from raycl.config.overrides import config_from_yaml, override
+from raycl.config import active_settings, flat
+from raycl.config.conditions import why_inactive
+from raycl.config.overrides import config_from_yaml, config_to_yaml, override
 from raycl.data.columns import ColumnNames
-from raycl.recipes import recipe
+from raycl.recipes import RECIPES, recipe
 from tests.images import encode, photograph, write_digits
 
 
@@ -82,6 +86,35 @@ def test_recipes_are_listed_and_their_printed_yaml_can_be_loaded(raycl) -> None:
     assert out.startswith("simclr")
     _, out, _ = raycl("recipes", "simclr", "--image-size", 32)
     assert config_from_yaml(out) == recipe("simclr", image_size=32)
+
+
+@pytest.mark.parametrize("size", [32, 224])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_printed_recipe_trains_the_same_run_and_explains_all_active_settings(
+    raycl, tmp_path: Path, name: str, size: int
+) -> None:
+    _, out, _ = raycl("recipes", name, "--image-size", size)
+    file, expected = tmp_path / "mine.yaml", recipe(name, image_size=size)
+    file.write_text(out)
+    assert config_from_yaml(out) == plan_run(str(file), data=[], flags={}, settings=[]).config == expected
+    printed = yaml.safe_load(out)
+    assert printed == active_settings(expected)
+    assert not any(why_inactive(expected, path) for path in flat(printed))
+    for line in out.splitlines():
+        setting, comment = line.split("  # ")
+        assert re.fullmatch(r" *(- )?[a-z_]+:.*", setting)
+        assert 5 < len(comment) <= 90
+    assert (
+        "\nseed: 0                               # Seed of weights, order and views, 0 to 2**31 - 1\n" in out
+    )
+
+
+def test_stages_views_and_prompts_are_written_with_comments() -> None:
+    views = [{"count": 2}, {"count": 4, "size": 16, "crop_scale": [0.05, 0.25]}]
+    images = override(recipe("simclr", image_size=32), {"augment.views": views, "stages.1.batch_size": 512})
+    texts = override(recipe("two_tower"), {"text.query_prompt": "query: # 1\n"})
+    for config in (images, texts):
+        assert config_from_yaml(config_to_yaml(config, comments=True)) == config
 
 
 def test_workers_are_a_number_or_a_range(digits: Path, tmp_path: Path) -> None:

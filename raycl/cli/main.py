@@ -66,7 +66,7 @@ def demo(
 
 @app.command()
 def recipes(
-    name: Annotated[str | None, typer.Argument(help="Print this recipe as YAML.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Print this recipe as YAML, with comments.")] = None,
     image_size: Annotated[
         int, typer.Option(help="Image size in pixels; up to 64 selects the small-image values.")
     ] = 224,
@@ -76,7 +76,7 @@ def recipes(
     from raycl.recipes import RECIPES, recipe
 
     if name is not None:
-        print(config_to_yaml(recipe(name, image_size=image_size)), end="")
+        print(config_to_yaml(recipe(name, image_size=image_size), comments=True), end="")
         return
     for known, build in RECIPES.items():
         print(f"{known:24} {(build.__doc__ or '').splitlines()[0]}")

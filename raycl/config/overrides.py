@@ -1,11 +1,15 @@
 """Reading and writing of settings as YAML and ``key.path=value``, with one-line errors."""
 
+import ast
 import copy
 import difflib
+import inspect
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import yaml
@@ -15,10 +19,11 @@ from pydantic_core import ErrorDetails
 from raycl.config import RunConfig, Stage
 from raycl.config.conditions import active_settings, flat, leaves, why_inactive
 from raycl.config.run import LENIENT
-from raycl.config.schema import ViewsConfig
+from raycl.config.schema import Section, ViewsConfig
 from raycl.errors import ConfigError
 
 MOST_VALUES = 100_000
+_COMMENT_COLUMN, _COMMENT_WIDTH = 36, 90
 # Names and values of older versions, in the order of their replacement.
 RENAMED = {
     "recipe=image_text": "recipe=clip",
@@ -147,9 +152,47 @@ def _rename(values: Any, old: str, new: str) -> None:
         values[new_name] = new_value or value
 
 
-def config_to_yaml(config: RunConfig) -> str:
-    """Write the settings that have an effect in a run as YAML that ``config_from_yaml`` reads back."""
-    return yaml.safe_dump(active_settings(config), sort_keys=False)
+def config_to_yaml(config: RunConfig, *, comments: bool = False) -> str:
+    """Write the settings that have an effect in a run as YAML that ``config_from_yaml`` reads back.
+
+    With ``comments``, each setting has one, the beginning of its documentation.
+    """
+    values = active_settings(config)
+    if not comments:
+        return yaml.safe_dump(values, sort_keys=False)
+    return "".join(
+        f"{line:{_COMMENT_COLUMN}}  # {comment}\n" for line, comment in _commented(RunConfig, values)
+    )
+
+
+def _commented(section: type[Section], values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a section, each with its comment; a list of numbers or of views is on one line."""
+    comments = _comments(section)
+    for name, value in values.items():
+        kind = _section_at(section, name)
+        is_list, is_inline = kind is Stage, kind in (None, ViewsConfig)
+        yield f"{name}: {_inline(value)}" if is_inline else f"{name}:", comments[name]
+        for inner in [] if is_inline else value if is_list else [value]:
+            for number, (line, comment) in enumerate(_commented(kind, inner)):
+                yield f"{'- ' if is_list and number == 0 else '  '}{line}", comment
+
+
+def _inline(value: Any) -> str:
+    text = yaml.safe_dump(value, sort_keys=False, default_flow_style=True, width=math.inf)
+    return text.removesuffix("...\n").strip()
+
+
+def _comments(section: type[Section]) -> dict[str, str]:
+    """Return the first sentence of the text below each setting in the source, shortened."""
+    comments = dict[str, str]()
+    for owner in reversed(section.__mro__[: section.__mro__.index(Section)]):
+        tree: Any = ast.parse(inspect.getsource(owner))
+        for setting, text in pairwise(tree.body[0].body):
+            match setting, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(said))):
+                    first = re.split(r"\.\s+(?=[A-Z0-9`])", said.replace("``", "").rstrip("."), maxsplit=1)[0]
+                    comments[name] = textwrap.shorten(first, _COMMENT_WIDTH, placeholder=" ...")
+    return comments
 
 
 def override(config: RunConfig, settings: Sequence[str] | Mapping[str, Any]) -> RunConfig:
@@ -275,6 +318,11 @@ def _names_at(path: Sequence[int | str]) -> list[str]:
     section: Any = RunConfig
     for part in path:
         if isinstance(part, str):
-            kind = section.model_fields[part].annotation
-            section = {"stages": Stage, "views": ViewsConfig}.get(part, kind)
+            section = _section_at(section, part)
     return list(section.model_fields)
+
+
+def _section_at(section: type[Section], name: str) -> Any:
+    """Return the class of a section in a section, or of the entries of a list; None for a single value."""
+    kind = {"stages": Stage, "views": ViewsConfig}.get(name, section.model_fields[name].annotation)
+    return kind if inspect.isclass(kind) and issubclass(kind, Section) else None
