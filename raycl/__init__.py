@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from raycl.inference.mining import mine_negatives as mine
     from raycl.negatives.bank import connect_bank, list_banks
     from raycl.recipes import recipe
+    from raycl.report.listing import list_runs
     from raycl.training.launch import RunResult
 
     __version__: str
@@ -48,6 +49,7 @@ _HOME = {
     "export_encoder": "raycl.inference.export:export_encoder",
     "find_steps": "raycl.api:find_steps",
     "list_banks": "raycl.negatives.bank:list_banks",
+    "list_runs": "raycl.report.listing:list_runs",
     "load_encoder": "raycl.inference.encoder:load_encoder",
     "mine": "raycl.inference.mining:mine_negatives",
     "override": "raycl.config.overrides:override",
@@ -75,6 +77,7 @@ __all__ = [
     "export_encoder",
     "find_steps",
     "list_banks",
+    "list_runs",
     "load_encoder",
     "losses",
     "mine",

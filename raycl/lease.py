@@ -184,10 +184,7 @@ class Lease:
 
     def _writer(self, name: str) -> Writer | None:
         """Return the writer of a claim; None if it has just been withdrawn."""
-        try:
-            return Writer(**json.loads((self.folder / name).read_text()))
-        except (StorageError, ValueError, TypeError):
-            return _UNREADABLE if (self.folder / name).exists() else None
+        return _read_writer(self.folder / name)
 
     def _renew_until(self, ended: threading.Event) -> None:
         while not ended.wait(RENEW_S):
@@ -231,6 +228,20 @@ def writing_new(output: str, *, is_file: bool = False) -> Iterator[Place]:
         lease.check()
 
 
+def is_being_written(output: Place) -> bool:
+    """Whether a process writes to a folder; a claim from another machine counts for a minute after its renewal.
+
+    The minute is by the clock of this machine, which writes nothing.
+    """
+    for name, renewed_at in output.written_at().items():
+        writer = _read_writer(output / name) if name.startswith(_CLAIM) else None
+        if writer is not None and writer.is_writing:
+            is_alive = writer.is_alive()
+            if is_alive or (is_alive is None and time.time() - renewed_at < DEAD_S):
+                return True
+    return False
+
+
 def check_absent(output: str) -> None:
     """Raise ``StorageError`` if the output exists, unless it is an empty folder or has a writer."""
     place = Place(absolute(output))
@@ -238,6 +249,14 @@ def check_absent(output: str) -> None:
         place.is_folder() and (_is_empty(place) or any(map(_is_claim, place.written_at())))
     ):
         raise _existing(place)
+
+
+def _read_writer(claim: Place) -> Writer | None:
+    """Return the writer of a claim; None if it has just been withdrawn."""
+    try:
+        return Writer(**json.loads(claim.read_text()))
+    except (StorageError, ValueError, TypeError):
+        return _UNREADABLE if claim.exists() else None
 
 
 def _existing(place: Place) -> StorageError:

@@ -112,12 +112,16 @@ class Place:
             raise StorageError(f"{self} is a bucket, not a file; give s3://bucket/path")
         return Place(folder + options, name)
 
-    def written_at(self) -> dict[str, float]:
-        """Return the names directly below with their modification times: the storage's clock, seconds since 1970."""
+    def entries(self) -> dict[str, fs.FileInfo]:
+        """Return the files and folders directly below, by name."""
         filesystem, root = self.resolve()
         with self.wrap_errors("list"):
             found = filesystem.get_file_info(fs.FileSelector(root, allow_not_found=True))
-        return {info.base_name: (info.mtime_ns or 0) / 1e9 for info in found}
+        return {info.base_name: info for info in found}
+
+    def written_at(self) -> dict[str, float]:
+        """Return the names directly below with their modification times: the storage's clock, seconds since 1970."""
+        return {name: (info.mtime_ns or 0) / 1e9 for name, info in self.entries().items()}
 
     @contextlib.contextmanager
     def open(self) -> Iterator[pa.NativeFile]:

@@ -14,7 +14,7 @@ import typer
 import raycl
 from raycl.cli.bank import bank
 from raycl.cli.options import Address, BatchSize, Debug, Gpu, Setting, Workers
-from raycl.cli.runs import certify, embed, evaluate, export, mine, replay, report
+from raycl.cli.runs import certify, embed, evaluate, export, mine, replay, report, runs
 from raycl.errors import ConfigError, DataError, RayclError, StoppedError, StorageError
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -144,7 +144,7 @@ def train(
         print(f"flat images: {result.flat_images:,} (all pixels of one value)")
 
 
-for command in (evaluate, embed, mine, export, report, replay, certify):
+for command in (evaluate, embed, mine, export, runs, report, replay, certify):
     app.command()(command)
 
 

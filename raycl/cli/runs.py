@@ -1,14 +1,18 @@
 """The commands that use a run: evaluate it, use its encoder, and show or check its files."""
 
 import contextlib
+import datetime
 import json
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from raycl.cli.options import Address, Debug, Gpu, Run, Setting, Side
 from raycl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from raycl.report.listing import RunSummary
 
 
 def evaluate(
@@ -124,6 +128,28 @@ def export(
     print(f"load it with {export_encoder(run, output, to=to, **options)}")  # pyright: ignore[reportArgumentType]
 
 
+def runs(
+    folder: Annotated[str, typer.Argument(help="Folder above the runs, up to three levels; local or s3://.")],
+    json_file: Annotated[
+        str | None, typer.Option("--json", help="File to write the list to as JSON; local or s3://.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """List the runs below a folder with their recipe, status, progress and best figure."""
+    from raycl.display import text_table
+    from raycl.report.listing import list_runs
+    from raycl.storage import Place, absolute
+
+    found = list_runs(folder)
+    if json_file is not None:
+        Place(absolute(json_file)).write_text(json.dumps([vars(each) for each in found]) + "\n")
+    if found:
+        columns = ("run", "recipe", "status", "step", "epoch", "best", "when")
+        print(text_table(columns, [_row(each) for each in found]))
+    else:
+        print(f"no runs found in {folder} and three levels below")
+
+
 def report(
     runs: Annotated[
         list[str] | None, typer.Argument(help="The --output of a run; several are compared on one page.")
@@ -230,3 +256,15 @@ def _show_example(example: dict[str, Any]) -> None:
     ]
     title = " ".join(example["query"].split())[:160]
     print(Table(title=title, columns=("cosine", "match", "document"), rows=rows).to_text(), file=sys.stderr)
+
+
+def _row(run: "RunSummary") -> tuple[str | None, ...]:
+    best = None if run.best is None else f"{run.metric} {run.best:.4f}"
+    when = f"{datetime.datetime.fromtimestamp(run.time, datetime.UTC):%Y-%m-%d %H:%M} UTC"
+    progress = (_of(run.step, run.num_steps), _of(run.epoch, run.num_epochs))
+    return run.name, run.recipe, run.status, *progress, best, when
+
+
+def _of(done: int | None, planned: int | None) -> str | None:
+    """Return 1,000/2,000, or 1,000 if the plan is unknown."""
+    return None if done is None else f"{done:,}" if planned is None else f"{done:,}/{planned:,}"

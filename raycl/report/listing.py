@@ -1,0 +1,151 @@
+"""``raycl runs``: the runs below a folder. It imports neither torch, Ray nor raycl's configuration, to be fast."""
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, final
+
+import yaml
+from pyarrow import fs
+
+from raycl.errors import DataError
+from raycl.lease import is_being_written
+from raycl.records import CONFIG, METRICS, RESULT, ROLLBACK
+from raycl.storage import Place, absolute
+
+MAX_DEPTH = 3  # folders below the given one
+_NUM_THREADS = 16  # for an object store, whose answers take long
+_JUDGED_BY = ("knn_top1", "recall_at_10")
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # seven times as fast, where PyYAML has it
+_TELLING = re.compile(rf'"({"|".join(_JUDGED_BY)})": |"event": "{ROLLBACK}"')
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """A run in a list.
+
+    Attributes:
+        name: its path below the listed folder.
+        run: its address.
+        recipe: the name of its recipe.
+        status: ``finished``, ``stopped``, ``failed``, ``running``, or ``unfinished`` if it has no result and no
+            process writes to it.
+        step: the last logged step.
+        num_steps: the planned steps, None if the run counts epochs and has not finished.
+        epoch: the complete epochs.
+        num_epochs: the planned epochs, None if the run counts steps.
+        metric: the metric of the periodic evaluation, None if there was none.
+        best: its largest value that no rollback undid.
+        time: the time of the last logged step, in seconds since 1970.
+    """
+
+    name: str
+    run: str
+    recipe: str
+    status: str
+    step: int | None
+    num_steps: int | None
+    epoch: int | None
+    num_epochs: int | None
+    metric: str | None
+    best: float | None
+    time: float
+
+
+def list_runs(folder: str | os.PathLike[str]) -> list[RunSummary]:
+    """Return the runs in a folder, local or on S3, and in the folders below it, up to three levels deep.
+
+    Raises ``DataError`` if there is no such folder, and ``StorageError`` if one cannot be read.
+    """
+    root = Place(absolute(folder))
+    if not root.is_folder():
+        raise DataError(f"{root} is not a folder; give one that holds runs")
+    found: list[tuple[Place, dict[str, fs.FileInfo]]] = []
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        level = [root]
+        for _ in range(MAX_DEPTH + 1):
+            listed = list(zip(level, pool.map(Place.entries, level), strict=True))
+            found += [(place, entries) for place, entries in listed if CONFIG in entries]
+            level = [each for place, entries in listed for each in _folders(place, entries)]
+        runs = pool.map(_summary, *zip(*found, strict=True)) if found else []
+        return sorted((run for run in runs if run is not None), key=lambda run: run.name)
+
+
+def _folders(place: Place, entries: Mapping[str, fs.FileInfo]) -> list[Place]:
+    """Return the folders to search below one that is not a run."""
+    names = [name for name, info in entries.items() if not (info.is_file or name.startswith((".", "_")))]
+    return [] if CONFIG in entries else [place / name for name in names]
+
+
+def _summary(output: Place, entries: Mapping[str, fs.FileInfo]) -> RunSummary | None:
+    """Return the summary of a run, None if ``config.yaml`` is not of a run."""
+    config = _read_config(output)
+    if config is None:
+        return None
+    result = _parse((output / RESULT).read_text()) if RESULT in entries else {}
+    lines = (output / METRICS).read_text().splitlines() if METRICS in entries else []
+    last = _parse(lines[-1]) if lines else {}
+    status = result.get("status")
+    if status not in ("finished", "stopped", "failed"):
+        status = "running" if is_being_written(output) else "unfinished"
+    metric, best = _best(lines, result.get("final") or {})
+    return RunSummary(
+        name=output.path or ".",
+        run=output.uri,
+        recipe=config["recipe"],
+        status=status,
+        step=result.get("steps", last.get("step")),
+        num_steps=result.get("steps", _planned(config["stages"], "steps")),
+        epoch=result.get("epochs", last.get("epoch")),
+        num_epochs=_planned(config["stages"], "epochs"),
+        metric=metric,
+        best=best,
+        time=last.get("time") or max(info.mtime_ns or 0 for info in entries.values()) / 1e9,
+    )
+
+
+def _read_config(output: Place) -> dict[str, Any] | None:
+    """Return the values in ``config.yaml``; None if another program wrote it."""
+    try:
+        config = yaml.load((output / CONFIG).read_text(), _Loader)
+    except (yaml.YAMLError, RecursionError):
+        return None
+    match config:
+        case {"recipe": str(), "stages": list(stages)} if all(isinstance(each, dict) for each in stages):
+            return config
+    return None
+
+
+def _parse(text: str) -> dict[str, Any]:
+    """Return the object in a file or a line, empty if it is damaged."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _planned(stages: list[Any], unit: str) -> int | None:
+    """Return the sum of the lengths of all stages, None unless all have this unit."""
+    lengths = [stage.get(unit) for stage in stages]
+    return sum(lengths) if all(isinstance(each, int) for each in lengths) else None
+
+
+def _best(lines: Iterable[str], final: Mapping[str, Any]) -> tuple[str | None, float | None]:
+    """Return the judging metric and its largest value, in the log or else at the end."""
+    evaluated: list[tuple[int, str, float]] = []
+    for line in map(_parse, filter(_TELLING.search, lines)):
+        step = line.get("step", 0)
+        if line.get("event") == ROLLBACK:
+            evaluated = [each for each in evaluated if each[0] <= step]
+        evaluated += [(step, *each) for each in _judged(line)]
+    judged = [(name, value) for _, name, value in evaluated] or _judged(final)
+    return max(judged, key=lambda each: each[1], default=(None, None))
+
+
+def _judged(metrics: Mapping[str, Any]) -> list[tuple[str, float]]:
+    return [(name, metrics[name]) for name in _JUDGED_BY if isinstance(metrics.get(name), int | float)]
