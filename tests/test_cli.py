@@ -141,6 +141,23 @@ def test_the_version_is_printed(raycl) -> None:
     assert raycl("--version") == (0, f"raycl {version('raycl')}\n", "")
 
 
+@pytest.mark.parametrize(
+    ("command", "options", "default"),
+    [
+        ("train", ["--workers", "--epochs", "--batch-size", "--seed"], "(the recipe's)"),
+        ("doctor", ["--workers", "--batch-size"], "(the recipe's)"),
+        ("demo", ["--epochs"], "40"),
+        ("mine", ["--num-negatives"], "8"),
+    ],
+)
+def test_help_shows_the_defaults(raycl, command: str, options: list[str], default: str) -> None:
+    _, out, _ = raycl(command, "--help")
+    described = re.split(r" (?=--)", " ".join(out.split()))
+    for option in options:
+        (text,) = (each for each in described if each.startswith(f"{option} "))
+        assert text.endswith(f"[default: {default}]")
+
+
 @pytest.fixture
 def digits(tmp_path: Path) -> Path:
     return write_digits(tmp_path / "digits.parquet", 100)

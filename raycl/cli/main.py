@@ -13,7 +13,7 @@ import typer
 
 import raycl
 from raycl.cli.bank import bank
-from raycl.cli.options import Address, BatchSize, Debug, Gpu, Setting, Workers
+from raycl.cli.options import OF_RECIPE, Address, BatchSize, Debug, Gpu, Setting, Workers
 from raycl.cli.runs import certify, embed, evaluate, export, mine, replay, report, runs
 from raycl.errors import ConfigError, DataError, RayclError, StoppedError, StorageError
 
@@ -47,7 +47,7 @@ def explain(
 def demo(
     output: Annotated[str, typer.Option(help="Folder for the images, the run and the figure.")] = "demo",
     workers: Annotated[int, typer.Option(help="Training processes.")] = 2,
-    epochs: Annotated[int | None, typer.Option(help="Passes over the training digits.")] = None,
+    epochs: Annotated[int, typer.Option(help="Passes over the training digits.")] = 40,
     debug: Debug = False,
 ) -> None:
     """Pretrain on scikit-learn's handwritten digits, evaluate the encoder, and plot its neighbors."""
@@ -95,10 +95,12 @@ def train(
     output: Annotated[str, typer.Option(help="Folder of the run; local or s3://.")],
     workers: Workers = None,
     gpu: Gpu = False,
-    epochs: Annotated[int | None, typer.Option(help="Passes over the data.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data.", show_default=OF_RECIPE)] = None,
     steps: Annotated[int | None, typer.Option(help="Optimization steps, instead of epochs.")] = None,
     batch_size: BatchSize = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of weights, order and views.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of weights, order and views.", show_default=OF_RECIPE)
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint.")] = False,
     settings: Setting = None,
     address: Address = None,

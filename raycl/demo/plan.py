@@ -12,7 +12,6 @@ from raycl.records import CONFIG
 from raycl.storage import Place
 
 RUN = "run"
-EPOCHS = 40
 
 
 @final
@@ -24,9 +23,9 @@ class DemoPlan:
     config: RunConfig
 
 
-def plan_demo(output: str, *, workers: int = 2, epochs: int | None = None) -> DemoPlan:
+def plan_demo(output: str, *, workers: int = 2, epochs: int) -> DemoPlan:
     """Check the output; raises ``ConfigError`` if it holds an earlier demo, or ``StorageError``."""
-    config = _config(workers=workers, epochs=EPOCHS if epochs is None else epochs)
+    config = _config(workers=workers, epochs=epochs)
     place = Place(output)
     if (place / RUN / CONFIG).exists():
         raise ConfigError(f"{output} holds an earlier demo; give another --output or remove it")
