@@ -154,7 +154,8 @@ def test_goodput_counts_no_step_of_a_lost_group(manual_clock: ManualClock, tmp_p
             failure=failure,
             check_lease=str,
         )
-        return MetricsLogger(job, position, num_steps=90)  # pyright: ignore[reportArgumentType]
+        resumes = position.step > 0
+        return MetricsLogger(job, position, num_steps=90, resumes=resumes)  # pyright: ignore[reportArgumentType]
 
     def step(logger: MetricsLogger, number: int, seconds: float) -> None:
         manual_clock.move(seconds)

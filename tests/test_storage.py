@@ -132,6 +132,16 @@ def test_the_metrics_before_a_rollback_are_kept_when_the_run_is_resumed(
     assert read_metrics(output) == lines[:num_kept]
 
 
+def test_a_run_resumed_from_its_checkpoint_of_step_0_keeps_the_first_evaluation(tmp_path: Path) -> None:
+    output = Place(str(tmp_path))
+    log = MetricsLog(output)
+    for step in (0, 1, 2):
+        log.write({"step": step, "knn_top1": 0.1})
+    log.flush()
+    MetricsLog(output, resume_step=0).flush()
+    assert [line["step"] for line in read_metrics(output)] == [0]
+
+
 def test_a_new_run_discards_old_metrics(tmp_path: Path) -> None:
     output = Place(str(tmp_path))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')

@@ -368,6 +368,7 @@ def test_a_group_resumes_in_processes_that_stood_ready(tmp_path: Path) -> None:
 
 
 @pytest.mark.drill
+@pytest.mark.timeout(1_800)
 def test_a_run_with_20_kills_and_10_changes_of_workers_is_certified(tmp_path: Path) -> None:
     data, output, marker = (
         write_digits(tmp_path / "digits.parquet", 300),
