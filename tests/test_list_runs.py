@@ -1,8 +1,10 @@
 """The runs below a folder, with their status, progress and best figure."""
 
+import contextlib
 import dataclasses
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -147,3 +149,9 @@ def test_runs_are_listed_without_torch_ray_and_the_configuration(
     """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "set()"
+
+
+def test_a_socket_is_no_folder(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.chdir(tmp_path):
+        listener.bind("listener")  # the path of a socket is short
+        assert raycl.list_runs(tmp_path) == []

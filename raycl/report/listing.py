@@ -77,7 +77,10 @@ def list_runs(folder: str | os.PathLike[str]) -> list[RunSummary]:
 
 def _folders(place: Place, entries: Mapping[str, fs.FileInfo]) -> list[Place]:
     """Return the folders to search below one that is not a run."""
-    names = [name for name, info in entries.items() if not (info.is_file or name.startswith((".", "_")))]
+    is_folder = {
+        name: info.type == fs.FileType.Directory for name, info in entries.items()
+    }  # a socket is none
+    names = [name for name in entries if is_folder[name] and not name.startswith((".", "_"))]
     return [] if CONFIG in entries else [place / name for name in names]
 
 
