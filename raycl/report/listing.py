@@ -114,7 +114,7 @@ def _summary(output: Place, entries: Mapping[str, fs.FileInfo]) -> RunSummary | 
 def _read_config(output: Place) -> dict[str, Any] | None:
     """Return the values in ``config.yaml``; None if another program wrote it."""
     try:
-        config = yaml.load((output / CONFIG).read_text(), _Loader)
+        config = _Loader((output / CONFIG).read_text()).get_single_data()
     except (yaml.YAMLError, RecursionError):
         return None
     match config:

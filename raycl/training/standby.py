@@ -7,7 +7,9 @@ time only: Ray then starts one when it is needed.
 
 import contextlib
 import threading
-from importlib import import_module, metadata
+import time
+from collections.abc import Callable
+from importlib import metadata
 from typing import Any
 
 import ray
@@ -17,6 +19,7 @@ HOOK = ray_constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR  # names the function tha
 _DELAY_S = 60.0  # a shorter run needs no other process, whose imports would take its CPUs
 _KEPT_S = 7 * 24 * 3600
 _TIMEOUT_S = 10.0
+_IDLE_S = 2.0  # after the start of a process; an actor that it was started for arrives before
 
 
 def importing(function: str) -> dict[str, str]:
@@ -32,24 +35,32 @@ def importing(function: str) -> dict[str, str]:
 
 
 def import_worker() -> None:
-    """Import what a training worker needs."""
-    _import("ray.train.torch", "raycl.training.loop")
+    """Import the modules of a training worker, unless this process gets an actor at once."""
+
+    def load() -> None:
+        import raycl.training.loop  # noqa: F401
+
+    _run_if_idle(load)
 
 
 def import_controller() -> None:
-    """Import what Ray Train's controller needs."""
-    _import("raycl.training.controller")
+    """Import the modules of Ray Train's controller, unless this process gets an actor at once."""
+
+    def load() -> None:
+        import raycl.training.controller  # noqa: F401
+
+    _run_if_idle(load)
 
 
-def stand_by(number: int = 1) -> None:
-    """Ask for processes that can replace this one, if this one still lives after a while."""
-    timer = threading.Timer(_DELAY_S, request_standby, [number])
+def stand_by() -> None:
+    """Ask for a process that can replace this one, if this one still lives after a while."""
+    timer = threading.Timer(_DELAY_S, request_standby)
     timer.daemon = True
     timer.start()
 
 
-def request_standby(number: int = 1) -> bool:
-    """Ask Ray on this node for idle processes with the environment of this one; return whether it agreed."""
+def request_standby() -> bool:
+    """Ask Ray on this node for an idle process with the environment of this one; return whether it agreed."""
     # Ray's own interface for its libraries, which may change: a run must not depend on it.
     with contextlib.suppress(Exception):
         from ray._private.grpc_utils import init_grpc_channel
@@ -62,7 +73,7 @@ def request_standby(number: int = 1) -> bool:
             language=common_pb2.Language.Value("PYTHON"),  # pyright: ignore[reportAttributeAccessIssue]
             job_id=bytes.fromhex(context.get_job_id()),
             keep_alive_duration_secs=_KEPT_S,
-            num_workers=number,
+            num_workers=1,
         )
         request.runtime_env_info.serialized_runtime_env = context.get_runtime_env_string()
         channel: Any = init_grpc_channel(address)
@@ -72,7 +83,12 @@ def request_standby(number: int = 1) -> bool:
     return False
 
 
-def _import(*names: str) -> None:
-    with contextlib.suppress(Exception):  # an actor that needs the module reports the error
-        for name in names:
-            import_module(name)
+def _run_if_idle(load: Callable[[], None]) -> None:
+    def run() -> None:
+        # Ray started this process for an actor, which imports its modules itself, or for later.
+        time.sleep(_IDLE_S)
+        if worker.global_worker.actor_id.is_nil():
+            with contextlib.suppress(Exception):  # an actor that needs the modules reports the error
+                load()
+
+    threading.Thread(target=run, name="raycl-standby", daemon=True).start()

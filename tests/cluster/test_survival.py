@@ -331,6 +331,8 @@ def test_a_process_with_imported_modules_stands_ready_for_a_lost_one() -> None:
     assert ray.get(first.ask.remote())
     wait_until(lambda: set(idle_processes()) - before)
     ready = set(idle_processes()) - before
+    assert not ray.get(first.look.remote())[1]  # started for this actor, which does not need them
+    time.sleep(15)
     ray.kill(first)
     pid, has_modules = ray.get(actor.remote().look.remote())
     assert pid in ready
