@@ -163,7 +163,7 @@ class Place:
             try:
                 if self.is_local:
                     filesystem.create_dir(folder, recursive=True)
-                with filesystem.open_output_stream(partial) as stream:
+                with filesystem.open_output_stream(partial, compression=None) as stream:
                     yield stream
                 if self.is_local:
                     filesystem.move(partial, path)
