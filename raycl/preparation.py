@@ -153,9 +153,9 @@ def gather_texts(data: str, output: str, *, group: str, text: str = "text") -> G
         texts_by_group: dict[int, dict[str, None]] = {}
         num_invalid = 0
         source = find_source(data, ColumnNames(image=None, text=text, sample_id=group))
-        for file in {fragment.place.uri: fragment.place for fragment in source.fragments}.values():
-            with file.wrap_errors("read"), file.open() as source_file:
-                table = pq.read_table(source_file, columns=[group, text])
+        for _, table in (
+            rows for fragment in source.fragments for rows in source.tables(fragment, [group, text])
+        ):
             for name, value in zip(plain_values(table[group]), plain_values(table[text]), strict=True):
                 if is_missing(name):
                     continue

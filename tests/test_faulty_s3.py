@@ -1,6 +1,8 @@
 """Reading from and writing to S3 through a proxy that throttles, truncates, denies and disconnects."""
 
+import gzip
 import io
+import json
 import pickle
 import time
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raycl import storage
+from raycl.data.columns import ColumnNames
 from raycl.data.images import InvalidImageError
 from raycl.data.sources import Source, find_source
 from raycl.errors import ConfigError, DataError, StorageError
@@ -265,6 +268,25 @@ def test_an_unreadable_table_is_a_storage_error(s3: FaultyS3, fault: Any) -> Non
     with pytest.raises(StorageError) as caught:
         list(rows)
     assert place.uri in one_line(caught)
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv.gz", "jsonl", "jsonl.gz"])
+@pytest.mark.parametrize("fault", ["throttled", "denied", "away", "cut", "short"])
+def test_an_unreadable_text_file_is_a_storage_error(s3: FaultyS3, fault: Any, ending: str) -> None:
+    place = Place(s3.uri(f"texts/{fault}.{ending}"))
+    texts = [content(300, seed).hex() for seed in range(300)]
+    lines = [json.dumps({"text": text}) for text in texts] if "jsonl" in ending else ["text", *texts]
+    whole = "".join(f"{line}\n" for line in lines).encode()
+    place.write_bytes(gzip.compress(whole) if ending.endswith(".gz") else whole)
+    columns = ColumnNames(image=None, text="text")
+    source = find_source(place.uri, columns)
+    rows = [value for each in source.read(source.fragments[0]) for value in each.values["text"]]
+    assert rows == [text.encode() for text in texts]
+    s3.add(fault, methods="GET", prefix="texts", after=700)
+    for attempt in (lambda: list(source.read(source.fragments[0])), lambda: find_source(place.uri, columns)):
+        with pytest.raises(StorageError) as caught:
+            attempt()
+        assert place.uri in one_line(caught)
 
 
 def test_all_columns_of_a_row_group_are_read_in_one_request(s3: FaultyS3) -> None:

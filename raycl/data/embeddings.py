@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from raycl.data.codecs import list_lengths
 from raycl.data.columns import is_list, is_number
 from raycl.data.ids import entity_id
-from raycl.data.sources import existing, open_parquet
+from raycl.data.parquet_tables import open_parquet
+from raycl.data.sources import existing
 from raycl.errors import DataError
 from raycl.storage import Place
 

@@ -1,33 +1,37 @@
 """Sources: the files at an address, cut into fragments that Ray tasks read."""
 
-import contextlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from raycl.data.columns import ColumnNames, is_list, is_text
+from raycl.data.csv_tables import CsvTables
 from raycl.data.ids import content_ids, stable_ids
 from raycl.data.images import EXTENSIONS, is_image_struct, read_image, struct_images
+from raycl.data.json_tables import JsonTables
 from raycl.data.labels import NO_LABEL, are_numbers, class_names, label_numbers
+from raycl.data.parquet_tables import ParquetTables
+from raycl.data.tables import TableFile, TableFormat
 from raycl.data.weights import check_weight_columns
-from raycl.errors import DataError, first_line
-from raycl.storage import Place, absolute, check_plain, is_unreachable
+from raycl.errors import DataError
+from raycl.storage import Place, absolute
 
 ROWS_PER_FRAGMENT = 2_048
+_PARQUET = ParquetTables()
+_FORMATS: dict[str, TableFormat] = {each.name: each for each in (_PARQUET, CsvTables(), JsonTables())}
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Fragment:
-    """Rows ``start`` to ``stop`` of the parquet ``file``, or a list of image files, below ``uri``.
+    """Rows ``start`` to ``stop`` of the table ``file``, or a list of image files, below ``uri``.
 
     ``file`` is empty if the address itself is the file.
     """
@@ -47,7 +51,7 @@ class Fragment:
 
     @property
     def place(self) -> Place:
-        """The place of the parquet file."""
+        """The place of the table file."""
         return Place(self.uri) / self.file if self.file else Place(self.uri)
 
     @property
@@ -104,7 +108,8 @@ class Source:
     """A dataset that was found but not read yet.
 
     Ids count the rows in the order of sorted file names, or come from the id column, so they are equal in
-    every run over the same files.
+    every run over the same files. ``kind`` is "folder" or the name of a table format, and ``types`` are those with which
+    its columns are read, None if the files know them.
     """
 
     uri: str
@@ -114,6 +119,7 @@ class Source:
     classes: tuple[str, ...] | None
     has_labels: bool
     ignored: tuple[tuple[str, int], ...] = ()
+    types: pa.Schema | None = None
 
     @property
     def num_rows(self) -> int:
@@ -131,7 +137,12 @@ class Source:
 
     def read(self, fragment: Fragment) -> Iterator[RawRows]:
         """Yield the rows of one fragment in batches; raises ``StorageError`` or ``DataError``."""
-        return self._read_files(fragment) if self.kind == "folder" else self._read_parquet(fragment)
+        return self._read_files(fragment) if self.kind == "folder" else self._read_table(fragment)
+
+    def tables(self, fragment: Fragment, names: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
+        """Yield (position in the file, rows) of a fragment of a table; only the columns ``names``."""
+        reader = _FORMATS[self.kind]
+        return reader.read(fragment.place, names, self.types, start=fragment.start, stop=fragment.stop)
 
     def sample_ids(self, fragments: Sequence[Fragment]) -> NDArray[np.int64]:
         """Return the ids of all rows of these fragments, invalid ones included; reads at most the id column."""
@@ -142,8 +153,7 @@ class Source:
         column = self.columns.sample_id
         if column is None:
             return np.arange(fragment.first_id, fragment.first_id + fragment.num_rows, dtype=np.int64)
-        with open_parquet(fragment.place) as file:
-            parts = [table[column].to_pylist() for _, table in _row_range(file, fragment, [column])]
+        parts = [table[column].to_pylist() for _, table in self.tables(fragment, [column])]
         return stable_ids([value for part in parts for value in part])
 
     def _read_files(self, fragment: Fragment) -> Iterator[RawRows]:
@@ -156,41 +166,49 @@ class Source:
             labels = np.array(fragment.labels[start : start + 256] or [NO_LABEL] * len(paths), np.int64)
             yield RawRows(values={"image": images}, sample_id=ids, label=labels, where=list(paths))
 
-    def _read_parquet(self, fragment: Fragment) -> Iterator[RawRows]:
+    def _read_table(self, fragment: Fragment) -> Iterator[RawRows]:
         named = (*self.columns.contents.values(), self.columns.label, self.columns.sample_id)
-        with open_parquet(fragment.place) as file:
-            for first, table in _row_range(file, fragment, [name for name in named if name]):
-                position = np.arange(first, first + table.num_rows, dtype=np.int64)
-                yield RawRows.of_table(
-                    table,
-                    self.columns,
-                    self.classes,
-                    ids=position - fragment.start + fragment.first_id,
-                    where=[f"{fragment.place.name} row {row}" for row in position],
-                )
+        for first, table in self.tables(fragment, list(dict.fromkeys(name for name in named if name))):
+            position = np.arange(first, first + table.num_rows, dtype=np.int64)
+            yield RawRows.of_table(
+                table,
+                self.columns,
+                self.classes,
+                ids=position - fragment.start + fragment.first_id,
+                where=[f"{fragment.place.name} row {row}" for row in position],
+            )
 
 
 def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
-    """Find the source at ``uri``: a parquet file, a folder of parquet files, or a folder of image files.
+    """Find the source at ``uri``: a table (parquet, CSV, lines of JSON), a folder of tables, or a folder of image files.
 
-    Raises ``DataError`` if nothing is there or a column is missing, ``StorageError`` if the storage
+    Raises ``DataError`` if nothing is there, a column is missing or a file is broken, ``StorageError`` if the storage
     cannot be reached.
     """
     uri = absolute(uri)
     place = existing(uri)
     columns = columns or ColumnNames()
     if not place.is_folder():
-        return _parquet_source(uri, [""], columns)
-    files = place.files()
-    parquet = [path for path, _ in files if path.endswith(".parquet")]
-    if parquet:
-        return _parquet_source(uri, parquet, columns)
-    if set(columns.contents) != {"image"}:
+        return _table_source(uri, [""], columns, _format_of(place.name) or _PARQUET)
+    files = [path for path, _ in place.files()]
+    by_format: dict[str, list[str]] = {}
+    for path in files:
+        if found := _format_of(path):
+            by_format.setdefault(found.name, []).append(path)
+    only_images = set(columns.contents) == {"image"}
+    if _PARQUET.name not in by_format and only_images:
+        return _folder_source(uri, files)
+    if not by_format:
         raise DataError(
-            f"{uri} holds no parquet files ({len(files)} others); give parquet files with the columns "
+            f"{uri} holds no parquet files and no CSV or JSONL files ({len(files)} others); give some with the columns "
             f"{', '.join(columns.contents.values())}"
         )
-    return _folder_source(uri, [path for path, _ in files])
+    name = _PARQUET.name if _PARQUET.name in by_format else next(iter(by_format))
+    if name != _PARQUET.name and len(by_format) > 1:
+        counts = ", ".join(f"{len(paths)} {name}" for name, paths in sorted(by_format.items()))
+        raise DataError(f"{uri} holds files of several formats ({counts}); give a folder of one format")
+    found = _table_source(uri, by_format[name], columns, _FORMATS[name])
+    return replace(found, ignored=_endings(set(files).difference(by_format[name])))
 
 
 def existing(uri: str) -> Place:
@@ -199,14 +217,17 @@ def existing(uri: str) -> Place:
     place = Place(uri)
     if not place.exists():
         raise DataError(
-            f"there is nothing at {uri}; give a parquet file, a folder of them or a folder of images"
+            f"there is nothing at {uri}; give a file (parquet, CSV, JSONL), a folder of them or a folder of images"
         )
     return place
 
 
+def _format_of(name: str) -> TableFormat | None:
+    return next((each for each in _FORMATS.values() if name.lower().endswith(each.endings)), None)
+
+
 def _folder_source(uri: str, files: list[str]) -> Source:
-    extension_of = {path: f".{path.rpartition('.')[2].lower()}" for path in files}
-    paths = [path for path in files if extension_of[path] in EXTENSIONS]
+    paths = [path for path in files if _ending(path) in EXTENSIONS]
     if not paths:
         raise DataError(
             f"{uri} holds no images and no parquet files ({len(files)} other files); "
@@ -223,7 +244,6 @@ def _folder_source(uri: str, files: list[str]) -> Source:
         )
         for first in range(0, len(paths), ROWS_PER_FRAGMENT)
     )
-    ignored = Counter(extension for extension in extension_of.values() if extension not in EXTENSIONS)
     return Source(
         uri=uri,
         kind="folder",
@@ -231,8 +251,16 @@ def _folder_source(uri: str, files: list[str]) -> Source:
         columns=ColumnNames(),
         classes=classes,
         has_labels=classes is not None,
-        ignored=tuple(sorted(ignored.items())),
+        ignored=_endings(path for path in files if _ending(path) not in EXTENSIONS),
     )
+
+
+def _endings(paths: Iterable[str]) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted(Counter(map(_ending, paths)).items()))
+
+
+def _ending(path: str) -> str:
+    return f".{path.rpartition('.')[2].lower()}"
 
 
 def _class_folders(paths: list[str]) -> tuple[str, ...] | None:
@@ -243,61 +271,51 @@ def _class_folders(paths: list[str]) -> tuple[str, ...] | None:
     return tuple(classes) if len(classes) > 1 else None
 
 
-def _parquet_source(uri: str, files: list[str], columns: ColumnNames) -> Source:
+def _table_source(uri: str, files: list[str], columns: ColumnNames, reader: TableFormat) -> Source:
     root = Place(uri)
     places = [root / file if file else root for file in files]
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(_inspect_parquet, places))
-    chosen = [
-        _check_columns(place, schema, columns) for place, (_, schema) in zip(places, found, strict=True)
+        tables = list(pool.map(lambda place: reader.inspect(place, columns), places))
+    # A file without rows may have no columns either.
+    found = [
+        (file, place, table)
+        for file, place, table in zip(files, places, tables, strict=True)
+        if table.schema.names or sum(table.group_sizes)
     ]
-    columns = chosen[0]
-    if any(each != columns for each in chosen):
+    chosen = [_check_columns(place, table.schema, columns) for _, place, table in found]
+    if any(each != chosen[0] for each in chosen):
         raise DataError(f"the files of {uri} differ in their label or id columns; give them the same columns")
     fragments: list[Fragment] = []
     first_id = 0
-    for file, (group_sizes, _) in zip(files, found, strict=True):
-        for start, stop in _cut(group_sizes):
+    for file, _, table in found:
+        for start, stop in _cut(table.group_sizes):
             fragments.append(Fragment(uri=uri, file=file, first_id=first_id, start=start, stop=stop))
             first_id += stop - start
     if not first_id:
         raise DataError(f"{uri} holds no rows; give a dataset with at least one batch")
+    columns = chosen[0]
+    schemas = [_named(table, columns) for _, _, table in found]
+    types = reader.shared_types(schemas)
+    places = [place for _, place, _ in found]
     if columns.weight is not None:
-        parts = ((str(place), _column(place, columns.weight)) for place in places)
+        parts = ((str(place), reader.column(place, columns.weight, types)) for place in places)
         check_weight_columns(parts, where=uri)
+    classes = None
+    if columns.label is not None and not are_numbers((types or schemas[0]).field(columns.label).type):
+        classes = class_names([reader.column(place, columns.label, types) for place in places])
     return Source(
         uri=uri,
-        kind="parquet",
+        kind=reader.name,
         fragments=tuple(fragments),
         columns=columns,
-        classes=_class_names(places, found[0][1], columns.label),
+        classes=classes,
         has_labels=columns.label is not None,
+        types=types,
     )
 
 
-@contextlib.contextmanager
-def open_parquet(place: Place) -> Iterator[pq.ParquetFile]:
-    """Open a parquet file; a file that cannot be read raises an error.
-
-    Its rows do not count as invalid rows, since their number is unknown.
-    """
-    try:
-        # From remote storage, fetch all columns of a row group by one request.
-        with place.open() as source, pq.ParquetFile(source, pre_buffer=not place.is_local) as file:
-            check_plain(file.schema_arrow, str(place))
-            yield file
-    except (OSError, pa.ArrowException) as error:
-        if isinstance(error, OSError) and is_unreachable(error):
-            raise place.failure("read", error) from error
-        raise DataError(
-            f"cannot read {place} as parquet: {first_line(error)}; give a parquet file or a folder"
-        ) from error
-
-
-def _inspect_parquet(place: Place) -> tuple[list[int], pa.Schema]:
-    with open_parquet(place) as file:
-        metadata = file.metadata
-        return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)], file.schema_arrow
+def _named(table: TableFile, columns: ColumnNames) -> pa.Schema:
+    return pa.schema([table.schema.field(name) for name in dict.fromkeys(columns.asked.values())])
 
 
 def _check_columns(place: Place, schema: pa.Schema, columns: ColumnNames) -> ColumnNames:
@@ -326,18 +344,6 @@ def plain_values(column: pa.ChunkedArray) -> list[Any]:
     return (column.cast(pa.binary()) if is_text(kind) else column).to_pylist()
 
 
-def _class_names(places: list[Place], schema: pa.Schema, label: str | None) -> tuple[str, ...] | None:
-    """Return the sorted class names of text labels; reads that column."""
-    if label is None or are_numbers(schema.field(label).type):
-        return None
-    return class_names([_column(place, label) for place in places])
-
-
-def _column(place: Place, name: str) -> pa.ChunkedArray:
-    with open_parquet(place) as file:
-        return file.read([name])[name]
-
-
 def _cut(group_sizes: list[int]) -> Iterator[tuple[int, int]]:
     """Cut a file into ranges of about ``ROWS_PER_FRAGMENT`` rows: join small row groups, split large ones."""
     start = stop = 0
@@ -353,24 +359,3 @@ def _cut(group_sizes: list[int]) -> Iterator[tuple[int, int]]:
             start += rows
     if stop > start:
         yield start, stop
-
-
-def _row_range(
-    file: pq.ParquetFile, fragment: Fragment, columns: list[str]
-) -> Iterator[tuple[int, pa.Table]]:
-    """Yield (position, rows) for the rows of a fragment; reads only their row groups."""
-    first = 0
-    for group in range(file.metadata.num_row_groups):
-        size = file.metadata.row_group(group).num_rows
-        position = first
-        first += size
-        if first <= fragment.start or position >= fragment.stop:
-            continue
-        for batch in file.iter_batches(256, row_groups=[group], columns=columns):
-            low = max(fragment.start - position, 0)
-            high = min(fragment.stop - position, batch.num_rows)
-            if low < high:
-                yield position + low, pa.Table.from_batches([batch.slice(low, high - low)])
-            position += batch.num_rows
-            if position >= fragment.stop:
-                return

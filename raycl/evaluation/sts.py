@@ -6,7 +6,8 @@ from numpy.typing import NDArray
 from torch.nn.functional import normalize
 
 from raycl.data.columns import ColumnNames
-from raycl.data.sources import existing, open_parquet, plain_values
+from raycl.data.parquet_tables import open_parquet
+from raycl.data.sources import existing, plain_values
 from raycl.display import EvaluationResult
 from raycl.errors import ConfigError, DataError
 from raycl.evaluation.lexical_baselines import tfidf_similarity

@@ -1,0 +1,153 @@
+"""CSV and TSV files: a header and rows without types."""
+
+import io
+import re
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import final
+
+import pyarrow as pa
+from pyarrow import csv
+
+from raycl.data.columns import ColumnNames
+from raycl.data.tables import TableFile, chosen, open_text, reading, roles_of, row_range
+from raycl.errors import DataError, first_line
+from raycl.storage import Place
+
+_INTEGER = re.compile(rb"0|-?[1-9][0-9]{0,18}")  # "007" and "7" are different ids
+_64_BITS = range(-(2**63), 2**63)
+_IDS_AND_LABELS = {"label", "sample_id", "query_id", "document_id"}
+_TEXTS = {"text", "caption", "query", "document"}
+_ROW = re.compile(r"Row #([0-9]+)")
+_BLOCK_BYTES = 16 * 2**20  # the longest row
+_LAST = b"raycl: the last row"
+
+
+@final
+class CsvTables:
+    """CSV with a header, comma-separated, or by tabs in TSV. An empty field is a missing value.
+
+    Ids and labels are integers if all of a column are, else text.
+    """
+
+    name = "csv"
+    endings = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
+
+    def inspect(self, place: Place, columns: ColumnNames) -> TableFile:
+        """Read the file once."""
+        with _reading(place), open_text(place) as stream:
+            names = _open(place, stream, [], None).schema.names
+        roles = roles_of(columns.found_in(names, where=str(place)))
+        for name in roles:
+            if names.count(name) > 1:
+                raise DataError(
+                    f"{place} has {names.count(name)} columns {name!r}; rename all but one of them"
+                )
+        num_rows, integers = _count(place, list(roles), len(names))
+        kinds = {name: _type(each, is_integer=name in integers) for name, each in roles.items()}
+        schema = pa.schema([(name, kinds.get(name, pa.string())) for name in names])
+        return TableFile(group_sizes=[num_rows], schema=schema)
+
+    def shared_types(self, schemas: Sequence[pa.Schema]) -> pa.Schema:
+        """Return the types of the columns; one with integers in some files and text in others is text."""
+        kinds = {name: {each.field(name).type for each in schemas} for name in schemas[0].names}
+        return pa.schema(
+            [(name, found.pop() if len(found) == 1 else pa.string()) for name, found in kinds.items()]
+        )
+
+    def read(
+        self, place: Place, names: Sequence[str], types: pa.Schema | None, *, start: int, stop: int
+    ) -> Iterator[tuple[int, pa.Table]]:
+        """Yield (position, rows) of a range; reads the file from its beginning."""
+        with _reading(place), open_text(place) as stream:
+            batches = _open(place, stream, names, chosen(types, names))
+            yield from row_range(place, (pa.Table.from_batches([batch]) for batch in batches), start, stop)
+
+    def column(self, place: Place, name: str, types: pa.Schema | None) -> pa.ChunkedArray:
+        """Return a column of all rows."""
+        with _reading(place), open_text(place) as stream:
+            return _open(place, stream, [name], chosen(types, [name])).read_all()[name]
+
+
+@final
+class _WithLastRow(io.RawIOBase):
+    """A text file with one more row at its end."""
+
+    def __init__(self, stream: pa.NativeFile, row: bytes) -> None:
+        self._stream, self._row = stream, row
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1, /) -> bytes:
+        content = self._stream.read(size)
+        if not content:
+            content, self._row = self._row, b""
+        return content
+
+
+def _count(place: Place, names: Sequence[str], num_columns: int) -> tuple[int, set[str]]:
+    """Return the number of rows, and which columns hold only integers and missing values.
+
+    Arrow takes the rest of a file as one field if it ends within quotes: then the added row is missing.
+    """
+    integers, num_rows, last = set(names), 0, {}
+    with _reading(place), open_text(place) as stream:
+        row = b"\n" + _delimiter(place).encode().join([_LAST] * num_columns) + b"\n"
+        ended = pa.PythonFile(_WithLastRow(stream, row), mode="r")
+        for batch in _open(place, ended, names, pa.schema([(name, pa.binary()) for name in names])):
+            if not batch.num_rows:
+                continue
+            num_rows += batch.num_rows
+            last = batch.slice(batch.num_rows - 1).to_pylist()[0]
+            rows = batch.slice(0, batch.num_rows - (set(last.values()) == {_LAST}))
+            integers = {name for name in integers if _are_integers(rows.column(name))}
+    if set(last.values()) != {_LAST}:
+        raise DataError(
+            f"{place} ends within quotes: from its last row on ({num_rows - 1}), all is one field; close the quote, or "
+            'write one that is part of a text as ""'
+        )
+    return num_rows - 1, integers
+
+
+def _are_integers(values: pa.Array) -> bool:
+    given = values.drop_null().to_pylist()
+    return all(_INTEGER.fullmatch(value) and int(value) in _64_BITS for value in given)
+
+
+def _type(roles: Collection[str], *, is_integer: bool) -> pa.DataType:
+    if _IDS_AND_LABELS & set(roles):
+        return pa.int64() if is_integer else pa.string()
+    if "weight" in roles:
+        return pa.float64()
+    # Texts as bytes: each text that is not UTF-8 is an invalid row. Images and lists are none in CSV.
+    return pa.binary() if _TEXTS & set(roles) else pa.string()
+
+
+def _reading(place: Place) -> AbstractContextManager[None]:
+    remedy = "give a header, and as many fields in each row, with quotes around one that has a comma"
+    return reading(place, "csv", remedy, cause=_cause)
+
+
+def _cause(error: Exception) -> str:
+    """Return the cause with the number of the row as elsewhere; Arrow counts from 1, with the header."""
+    return _ROW.sub(lambda found: f"row {int(found[1]) - 2}", first_line(error), count=1)
+
+
+def _delimiter(place: Place) -> str:
+    return "\t" if place.name.lower().removesuffix(".gz").endswith(".tsv") else ","
+
+
+def _open(
+    place: Place, stream: pa.NativeFile, names: Sequence[str], types: pa.Schema | None
+) -> csv.CSVStreamingReader:
+    """Open the columns ``names``, by default all."""
+    return csv.open_csv(
+        stream,
+        # Several threads would not number the rows in errors.
+        read_options=csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES),
+        parse_options=csv.ParseOptions(delimiter=_delimiter(place), newlines_in_values=True),
+        convert_options=csv.ConvertOptions(
+            column_types=types, include_columns=list(names), null_values=[""], strings_can_be_null=True
+        ),
+    )

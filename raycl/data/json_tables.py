@@ -1,0 +1,155 @@
+"""Files of lines of JSON: an object per row."""
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial, reduce
+from typing import final
+
+import pyarrow as pa
+from pyarrow import json
+
+from raycl.data.columns import ColumnNames, is_list
+from raycl.data.tables import BLOCK_BYTES, TableFile, chosen, open_text, reading, roles_of, row_range
+from raycl.errors import DataError, first_line
+from raycl.storage import Place
+
+_TEXTS = {"text", "caption", "query", "document", "negatives"}
+_IDS_AND_LABELS = {"label", "sample_id", "query_id", "document_id", "negative_ids"}
+_MAX_LINE_BYTES = 64 * 2**20
+_ROW = re.compile(r" in row ([0-9]+)$")
+
+
+@final
+class JsonTables:
+    """Lines of JSON objects, whose keys are the columns. A key that a row lacks is a missing value."""
+
+    name = "jsonl"
+    endings = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+
+    def inspect(self, place: Place, columns: ColumnNames) -> TableFile:
+        """Read the file once."""
+        num_rows, found = 0, dict[str, list[pa.DataType]]()
+        for rows in _tables(place, None):
+            num_rows += rows.num_rows
+            for field in rows.schema:
+                found.setdefault(field.name, []).append(_plain(field.type))
+        if not num_rows:
+            return TableFile(group_sizes=[], schema=pa.schema([]))
+        kinds = {name: each[0] for name, each in found.items()}
+        for name, roles in roles_of(columns.found_in(list(found), where=str(place))).items():
+            kind = reduce(partial(_common, f"{name!r} of {place}"), found[name])
+            if "sample_id" in roles and pa.types.is_floating(kind):
+                # Arrow makes floats of larger integers, and so merges them.
+                raise DataError(
+                    f"ids must be integers of 64 bits or text, column {name!r} of {place} holds others; give them as text"
+                )
+            kinds[name] = _type(roles, kind)
+        return TableFile(group_sizes=[num_rows], schema=pa.schema(list(kinds.items())))
+
+    def shared_types(self, schemas: Sequence[pa.Schema]) -> pa.Schema:
+        """Return the types of the columns; raises ``DataError`` if two files differ."""
+        names = schemas[0].names
+        kinds = {
+            name: reduce(partial(_common, repr(name)), [each.field(name).type for each in schemas])
+            for name in names
+        }
+        return pa.schema(list(kinds.items()))
+
+    def read(
+        self, place: Place, names: Sequence[str], types: pa.Schema | None, *, start: int, stop: int
+    ) -> Iterator[tuple[int, pa.Table]]:
+        """Yield (position, rows) of a range; reads the file from its beginning."""
+        yield from row_range(place, _tables(place, chosen(types, names)), start, stop)
+
+    def column(self, place: Place, name: str, types: pa.Schema | None) -> pa.ChunkedArray:
+        """Return a column of all rows."""
+        schema = chosen(types, [name])
+        return pa.concat_tables([schema.empty_table(), *_tables(place, schema)])[name]
+
+
+def _tables(place: Place, schema: pa.Schema | None) -> Iterator[pa.Table]:
+    """Yield the rows with the columns of the schema, by default all with types of their own."""
+    behavior = "infer" if schema is None else "ignore"
+    options = json.ParseOptions(explicit_schema=schema, unexpected_field_behavior=behavior)
+    first = 0
+    for lines in _blocks(place):
+        if not lines.strip():
+            continue
+        try:
+            table = json.read_json(
+                pa.BufferReader(lines),
+                read_options=json.ReadOptions(use_threads=False, block_size=len(lines) + 1),
+                parse_options=options,
+            )
+            if schema is not None:
+                table.validate(full=True)  # an invalid string would fail where it is used
+        except pa.ArrowException as error:
+            raise _broken(place, first, error) from error
+        first += table.num_rows
+        yield table
+
+
+def _blocks(place: Place) -> Iterator[bytes]:
+    """Yield the file in blocks of whole lines."""
+    rest = b""
+    with _reading(place), open_text(place) as stream:
+        while content := stream.read(BLOCK_BYTES):
+            lines, newline, rest = (rest + content).rpartition(b"\n")
+            if len(rest) > _MAX_LINE_BYTES:
+                raise DataError(
+                    f"{place} has a line of more than {_MAX_LINE_BYTES:,} bytes; give an object per line"
+                )
+            yield lines + newline
+    yield rest
+
+
+def _broken(place: Place, first: int, error: Exception) -> DataError:
+    """Return the error for a row that Arrow refused; it numbers rows from the ``first`` one of the block."""
+    cause = first_line(error)
+    if found := _ROW.search(cause):
+        cause = f"{cause[: found.start()]} in row {first + int(found[1])}"
+    return DataError(
+        f"cannot read {place} as jsonl: {cause}; give an object per line, with values of one type for each key"
+    )
+
+
+def _common(column: str, one: pa.DataType, other: pa.DataType) -> pa.DataType:
+    """Return the type for values of both types."""
+    if one == other or pa.types.is_null(other):
+        return one
+    if pa.types.is_null(one):
+        return other
+    if is_list(one) and is_list(other):
+        return pa.list_(_common(column, one.value_type, other.value_type))  # type: ignore[attr-defined]
+    if {one, other} == {pa.int64(), pa.float64()}:
+        return pa.float64()
+    raise DataError(f"column {column} holds {one} and {other}; give its values one type")
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """Return text for what Arrow takes as a time."""
+    if is_list(kind):
+        return pa.list_(_plain(kind.value_type))  # type: ignore[attr-defined]
+    return pa.string() if pa.types.is_timestamp(kind) else kind
+
+
+def _type(roles: Collection[str], kind: pa.DataType) -> pa.DataType:
+    """Return the type to read a column with, which was found with type ``kind``."""
+    of_lists = {"negatives", "negative_ids"} & set(roles)
+    if pa.types.is_null(kind):
+        kind = pa.list_(pa.string()) if of_lists else pa.string()
+    if is_list(kind) and pa.types.is_null(kind.value_type):
+        kind = pa.list_(pa.string())
+    if "weight" in roles and pa.types.is_integer(kind):
+        return pa.float64()
+    if not _TEXTS & set(roles) or _IDS_AND_LABELS & set(roles):
+        return kind
+    # Texts as bytes: each text that is not UTF-8 is an invalid row.
+    if is_list(kind) and pa.types.is_string(kind.value_type):
+        return pa.list_(pa.binary())
+    return pa.binary() if pa.types.is_string(kind) else kind
+
+
+def _reading(place: Place) -> AbstractContextManager[None]:
+    return reading(place, "jsonl", "give an object per line, in UTF-8")

@@ -1,0 +1,117 @@
+"""The formats of files of rows: the methods of each, and common parts of reading text."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, final
+
+import pyarrow as pa
+
+from raycl.data.columns import ColumnNames
+from raycl.errors import DataError, first_line
+from raycl.storage import Place, is_unreachable
+
+BATCH_ROWS = 256
+BLOCK_BYTES = 4 * 2**20  # of a text file, read at once
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class TableFile:
+    """A file that was not read yet: the numbers of rows that are read at once, and its columns.
+
+    ``schema`` is empty for a file without rows in a format that names the columns in each row.
+    """
+
+    group_sizes: list[int]
+    schema: pa.Schema
+
+
+class TableFormat(Protocol):
+    """A format of files of rows. All methods raise ``StorageError``, and ``DataError`` for a broken file."""
+
+    @property
+    def name(self) -> str:
+        """The name, as in messages."""
+        ...
+
+    @property
+    def endings(self) -> tuple[str, ...]:
+        """The ends of file names."""
+        ...
+
+    def inspect(self, place: Place, columns: ColumnNames) -> TableFile:
+        """Count the rows and find the types of the columns."""
+        ...
+
+    def shared_types(self, schemas: Sequence[pa.Schema]) -> pa.Schema | None:
+        """Return the types with which all files are read, from the types of each; None if the files know them."""
+        ...
+
+    def read(
+        self, place: Place, names: Sequence[str], types: pa.Schema | None, *, start: int, stop: int
+    ) -> Iterator[tuple[int, pa.Table]]:
+        """Yield (position, at most 256 rows) of the rows ``start`` to ``stop``; only the columns ``names``."""
+        ...
+
+    def column(self, place: Place, name: str, types: pa.Schema | None) -> pa.ChunkedArray:
+        """Return a column of all rows."""
+        ...
+
+
+@contextlib.contextmanager
+def reading(
+    place: Place, name: str, remedy: str, *, cause: Callable[[Exception], str] = first_line
+) -> Iterator[None]:
+    """Turn errors of a file's reader into ``StorageError`` or ``DataError``.
+
+    Rows of an unreadable file do not count as invalid rows, since their number is unknown.
+    """
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        if isinstance(error, OSError) and is_unreachable(error):
+            raise place.failure("read", error) from error
+        remedy = remedy if isinstance(error, pa.ArrowException) else "write the file again"
+        raise DataError(f"cannot read {place} as {name}: {cause(error)}; {remedy}") from error
+
+
+@contextlib.contextmanager
+def open_text(place: Place) -> Iterator[pa.NativeFile]:
+    """Open a text file, decompressed if its name ends in .gz; raises ``OSError``."""
+    with place.open() as file:
+        stream = pa.BufferedInputStream(file, BLOCK_BYTES)
+        yield pa.CompressedInputStream(stream, "gzip") if place.name.lower().endswith(".gz") else stream
+
+
+def row_range(
+    place: Place, tables: Iterable[pa.Table], start: int, stop: int
+) -> Iterator[tuple[int, pa.Table]]:
+    """Yield (position, rows) of the rows ``start`` to ``stop`` of a file, which is read as consecutive tables.
+
+    Raises ``DataError`` if there are fewer rows.
+    """
+    position = 0
+    for table in tables:
+        for low in range(max(start - position, 0), min(stop - position, table.num_rows), BATCH_ROWS):
+            yield position + low, table.slice(low, min(BATCH_ROWS, stop - position - low))
+        position += table.num_rows
+        if position >= stop:
+            return
+    raise DataError(
+        f"{place} has {position:,} rows, and had at least {stop:,} before; do not change it during a run"
+    )
+
+
+def roles_of(columns: ColumnNames) -> dict[str, list[str]]:
+    """Return the roles of each named column."""
+    roles: dict[str, list[str]] = {}
+    for role, name in columns.asked.items():
+        roles.setdefault(name, []).append(role)
+    return roles
+
+
+def chosen(types: pa.Schema | None, names: Sequence[str]) -> pa.Schema:
+    """Return the types of some columns."""
+    assert types is not None, "the types are found before the rows are read"
+    return pa.schema([types.field(name) for name in names])

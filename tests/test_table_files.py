@@ -1,0 +1,333 @@
+"""CSV and JSONL: the same rows as in parquet, and broken files in one line."""
+
+import csv
+import gzip
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raycl.data.codecs import Formats
+from raycl.data.columns import ColumnNames
+from raycl.data.decode import Decoder
+from raycl.data.fingerprint import fingerprint
+from raycl.data.ids import IdFormat
+from raycl.data.sources import Source, find_source
+from raycl.data.texts import TextFormat, TextsFormat
+from raycl.data.weights import WeightFormat
+from raycl.errors import DataError
+from raycl.preparation import gather_texts
+from raycl.serve.sample_viewer import _one_row
+from tests.pairs import vocabulary
+from tests.texts import invented_texts
+
+Rows = Sequence[dict[str, Any]]
+TEXTS = ColumnNames(image=None, text="text")
+PAIRS = ColumnNames(image=None, query="query", document="document")
+WEIGHTED = ColumnNames(image=None, query="query", document="document", weight="w")
+ODD = ['with, a comma and "quotes"', "of two\nlines", "Größe 日本", "007", "2024-01-01", "NA", " ", "", None]
+CSV, TSV, LINES = ("csv", "csv.gz"), ("tsv", "tsv.gz"), ("jsonl", "ndjson", "jsonl.gz", "ndjson.gz")
+
+
+def texts(num_rows: int = 60) -> list[str | None]:
+    return [*ODD, *invented_texts(num_rows, seed=1)][:num_rows]
+
+
+def pairs(num_rows: int = 60) -> Rows:
+    """Return a click log with odd texts, ids, labels and weights."""
+    first, second = texts(num_rows), texts(num_rows)[::-1]
+    return [
+        {
+            "query": one,
+            "document": other,
+            "label": row % 2,
+            "query_id": row // 3,
+            "document_id": f"d{row}",
+            "w": row / 4,
+            "unused": row,
+        }
+        for row, (one, other) in enumerate(zip(first, second, strict=True))
+    ]
+
+
+def write(path: Path, rows: Rows) -> Path:
+    """Write rows in the format of the file's name."""
+    path.parent.mkdir(exist_ok=True)
+    name = path.name.removesuffix(".gz")
+    if name.endswith(".parquet"):
+        pq.write_table(pa.Table.from_pylist(list(rows)), path)
+        return path
+    text = io.StringIO(newline="")
+    if name.endswith(("jsonl", "ndjson")):
+        text.writelines(
+            json.dumps(row, ensure_ascii=bool(place % 2)) + "\n" for place, row in enumerate(rows)
+        )
+    else:
+        delimiter = "\t" if name.endswith("tsv") else ","
+        writer = csv.DictWriter(text, list(rows[0]), delimiter=delimiter)
+        writer.writeheader()
+        writer.writerows(rows)
+    content = text.getvalue().encode()
+    path.write_bytes(gzip.compress(content) if path.name.endswith(".gz") else content)
+    return path
+
+
+def read(source: Source) -> dict[str, list[Any]]:
+    """Return all rows: id, label, the contents by role, and the number in the file."""
+    found: dict[str, list[Any]] = {}
+    for fragment in source.fragments:
+        for rows in source.read(fragment):
+            numbers = [int(where.rpartition(" row ")[2]) for where in rows.where]
+            parts = {
+                "id": rows.sample_id.tolist(),
+                "label": rows.label.tolist(),
+                "row": numbers,
+                **rows.values,
+            }
+            for name, values in parts.items():
+                found.setdefault(name, []).extend(values)
+    # Parquet may have an empty text where CSV has a missing one; both are invalid.
+    return {name: [None if value == b"" else value for value in values] for name, values in found.items()}
+
+
+def decoded(source: Source) -> pa.Table:
+    """Return the rows as a run stores them."""
+    text: dict[str, Any] = {"tokenizer": vocabulary().tokenizer, "max_length": 8}
+    known: Formats = {
+        "text": TextsFormat(**text),
+        "query": TextFormat(**text),
+        "document": TextFormat(**text),
+        "negatives": TextsFormat(**text, may_be_empty=True),
+        "query_id": IdFormat(),
+        "document_id": IdFormat(),
+        "negative_ids": IdFormat(in_lists=True),
+        "weight": WeightFormat(),
+    }
+    formats = {role: known[role] for role in source.columns.contents}
+    decoder = Decoder(formats=formats, coordinator=None)
+    blocks = [decoder.tables(each.name, source.read(each)) for each in source.fragments]
+    return pa.concat_tables(table for tables in blocks for table in tables)
+
+
+def assert_same(source: Source, expected: Source) -> None:
+    assert [(each.first_id, each.start, each.stop) for each in source.fragments] == [
+        (each.first_id, each.start, each.stop) for each in expected.fragments
+    ]
+    assert (source.columns, source.classes) == (expected.columns, expected.classes)
+    assert read(source) == read(expected)
+    assert decoded(source).equals(decoded(expected))
+    ids = [each.sample_ids(each.fragments).tolist() for each in (source, expected)]
+    assert ids[0] == ids[1] == read(source)["id"]
+
+
+@pytest.fixture(params=[None, 7], ids=["whole files", "fragments and blocks"])
+def small_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a file have several fragments, and these several blocks."""
+    if request.param is not None:
+        monkeypatch.setattr("raycl.data.sources.ROWS_PER_FRAGMENT", request.param)
+        monkeypatch.setattr("raycl.data.tables.BATCH_ROWS", 3)
+        monkeypatch.setattr("raycl.data.json_tables.BLOCK_BYTES", 200)
+        monkeypatch.setattr("raycl.data.csv_tables._BLOCK_BYTES", 600)
+
+
+@pytest.mark.parametrize("ending", [*CSV, *TSV, *LINES])
+@pytest.mark.usefixtures("small_parts")
+def test_rows_are_the_same_as_in_parquet(ending: str, tmp_path: Path) -> None:
+    rows = pairs()
+    for name, part in (("a", rows[:41]), ("b", rows[41:])):
+        write(tmp_path / "parquet" / f"{name}.parquet", part)
+        write(tmp_path / "other" / f"{name}.{ending}", part)
+    for columns in (PAIRS, WEIGHTED):
+        found, expected = (find_source(str(tmp_path / name), columns) for name in ("other", "parquet"))
+        assert found.num_rows == 60
+        assert_same(found, expected)
+    one = find_source(str(tmp_path / "other" / f"a.{ending}"), PAIRS)
+    assert one.num_rows == 41
+    assert fingerprint(decoded(one)) == fingerprint(
+        decoded(find_source(str(tmp_path / "parquet/a.parquet"), PAIRS))
+    )
+
+
+@pytest.mark.parametrize("ending", [*CSV, *LINES])
+@pytest.mark.usefixtures("small_parts")
+def test_ids_and_class_names_are_the_same_as_in_parquet(ending: str, tmp_path: Path) -> None:
+    classes = ["cat", "dog", None, "007"]
+    for name, ids in (("numbers", [*range(40)]), ("texts", [f"0{row}" for row in range(40)])):
+        rows = [
+            {"text": text, "sample_id": number, "label": classes[row % 4]}
+            for row, (text, number) in enumerate(zip(texts(40), ids, strict=True))
+        ]
+        paths = [write(tmp_path / f"{name}.{each}", rows) for each in (ending, "parquet")]
+        assert_same(*(find_source(str(path), TEXTS) for path in paths))
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_lists_in_jsonl_are_the_same_as_in_parquet(tmp_path: Path) -> None:
+    rows = [
+        {
+            "query": f"q{row}",
+            "document": f"d{row}",
+            "negatives": [f"n{row}-{number}" for number in range(row % 4)],
+            "negative_ids": [row + number for number in range(row % 4)],
+        }
+        for row in range(50)
+    ]
+    paths = [write(tmp_path / f"rows.{ending}", rows) for ending in ("jsonl.gz", "parquet")]
+    assert_same(*(find_source(str(path), PAIRS) for path in paths))
+    several = [{"text": [f"a {row}", f"b {row}"]} for row in range(20)]
+    paths = [write(tmp_path / f"texts.{ending}", several) for ending in ("jsonl", "parquet")]
+    assert_same(*(find_source(str(path), TEXTS) for path in paths))
+
+
+def test_a_key_that_appears_late_is_a_column_and_rows_without_it_lack_the_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raycl.data.json_tables.BLOCK_BYTES", 32)
+    file = tmp_path / "late.jsonl"
+    file.write_text('{"text": "a"}\n' * 5 + '\n{"text": null, "label": 3}\n{"text": "b", "x": {"y": [1]}}')
+    source = find_source(str(file), TEXTS)
+    assert read(source)["label"] == [-1, -1, -1, -1, -1, 3, -1]
+    assert read(source)["text"] == [b"a"] * 5 + [None, b"b"]
+
+
+def test_integers_in_one_csv_file_and_text_in_another_are_classes_and_ids_of_texts(tmp_path: Path) -> None:
+    write(tmp_path / "a.csv", [{"text": "a", "label": 7, "sample_id": 7}])
+    write(tmp_path / "b.csv", [{"text": "b", "label": "cat", "sample_id": "x"}])
+    source = find_source(str(tmp_path), TEXTS)
+    assert source.classes == ("7", "cat")
+    assert len({*read(source)["id"], 7}) == 3
+    (tmp_path / "b.csv").write_text(f"text,label,sample_id\nb,2,{2**63}\n")  # beyond 64 bits
+    types = find_source(str(tmp_path), TEXTS).types
+    assert types is not None and types.field("sample_id").type == pa.string()
+
+
+def test_texts_that_are_not_utf8_are_invalid_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"text,n\nfine,1\ncaf\xe9,2\n")
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n{"text": "caf\xe9"}\n')
+    for name in ("a.csv", "a.jsonl"):
+        source = find_source(str(tmp_path / name), TEXTS)
+        assert read(source)["text"] == [b"fine", b"caf\xe9"]
+        assert decoded(source)["sample_id"].to_pylist() == [0]
+
+
+BROKEN = {
+    "fields.csv": (b"text,n\na,1\nb,2,3\n", r"as csv: .*: row 1: Expected 2 columns, got 3.*; give a header"),
+    "few.tsv": (b"text\tn\na\n", r": row 0: Expected 2 columns, got 1"),
+    "quotes.csv": (b'n,text\n1,a\n2,"b\n3,c\n', r"ends within quotes: from its last row on \(1\).*close the quote"),
+    "quotes_in_one.csv": (b'text\na\n"b\nc', r"ends within quotes: from its last row on \(1\)"),
+    "twice.csv": (b"text,text\na,b\n", "has 2 columns 'text'; rename"),
+    "no_column.csv": (b"texts;n\na;1\n", "has no column 'text'; it has texts;n: name the right one"),
+    "empty.csv": (b"", "as csv: Empty CSV file"),
+    "header.csv": (b"text,n\n", "holds no rows"),
+    "weight.csv": (b"text,w\na,1\nb,many\n", ": row 1: .*invalid value 'many'"),
+    "missing_weight.csv": (b"text,w\na,1\nb,\n", "a missing weight .* in row 1 of"),
+    "cut.csv.gz": (gzip.compress(b"text\n" + b"a\n" * 999)[:-9], "cannot read .*cut.csv.gz as csv: Truncated .*; write the file again"),
+    "plain.csv.gz": (b"text\na\n", "cannot read .*plain.csv.gz as csv: zlib inflate failed"),
+    "line.jsonl": (b'{"text": "a"}\n' * 30 + b'{"text": "b"\n', "as jsonl: .* in row 30; give an object per line"),
+    "array.jsonl": (b'["a"]\n', "from object to array in row 0; give an object per line"),
+    "type.jsonl": (b'{"text": "a"}\n' * 30 + b'{"text": 7}\n', "column 'text' of .* holds .* and .*; give its values one type|from string to number in row 30"),
+    "number.jsonl": (b'{"text": 7}\n', "texts must be strings.* holds int64"),
+    "twice.jsonl": (b'{"text": "a", "text": "b"}\n', r"was specified twice in row 0"),
+    "id.jsonl": (b'{"text": "a", "sample_id": 18446744073709551616}\n', "ids must be integers of 64 bits or text, column 'sample_id' of"),
+    "no_column.jsonl": (b'{"texts": "a"}\n', "has no column 'text'; it has texts"),
+    "none.jsonl": (b"\n\n", "holds no rows"),
+    "cut.jsonl.gz": (gzip.compress(b'{"text": "a"}\n' * 999)[:-9], "as jsonl: Truncated"),
+    "label.jsonl": (b'{"text": "a", "label": 1.5}\n', "labels must be integers or text"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("block", [64, 2**20])
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_refused_in_one_line_before_training(
+    name: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raycl.data.json_tables.BLOCK_BYTES", block)
+    content, message = BROKEN[name]
+    (tmp_path / name).write_bytes(content)
+    columns = ColumnNames(image=None, text="text", weight="w" if "weight" in name else None)
+    with pytest.raises(DataError, match=message) as caught:
+        find_source(str(tmp_path / name), columns)
+    assert "\n" not in str(caught.value)
+
+
+def test_lists_and_images_in_csv_and_long_lines_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    negatives = [{"query": "q", "document": "d", "negatives": '["n"]'}]
+    with pytest.raises(DataError, match="negatives must be lists of strings, column 'negatives' of"):
+        find_source(str(write(tmp_path / "pairs.csv", negatives)), PAIRS)
+    images = write(tmp_path / "images.csv", [{"image": "a.jpg", "caption": "c"}])
+    with pytest.raises(DataError, match="images must be encoded bytes"):
+        find_source(str(images), ColumnNames(caption="caption"))
+    monkeypatch.setattr("raycl.data.csv_tables._BLOCK_BYTES", 100)
+    with pytest.raises(DataError, match="as csv: .*block size"):
+        find_source(str(write(tmp_path / "long.csv", [{"text": "x" * 200}])), TEXTS)
+    monkeypatch.setattr("raycl.data.json_tables.BLOCK_BYTES", 100)
+    monkeypatch.setattr("raycl.data.json_tables._MAX_LINE_BYTES", 150)
+    with pytest.raises(DataError, match="a line of more than 150 bytes; give an object per line"):
+        find_source(str(write(tmp_path / "long.jsonl", [{"text": "x" * 400}])), TEXTS)
+
+
+def test_a_folder_has_tables_of_one_format_and_other_files_are_named(tmp_path: Path) -> None:
+    for name in ("b.csv", "a.csv.gz", "c/d.tsv", "README.md", "_hidden.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    for name in ("b.csv", "a.csv.gz", "c/d.tsv"):
+        write(tmp_path / name, [{"text": name}])
+    source = find_source(str(tmp_path), TEXTS)
+    assert [fragment.file for fragment in source.fragments] == ["a.csv.gz", "b.csv", "c/d.tsv"]
+    assert (source.kind, source.ignored) == ("csv", ((".md", 1),))
+    write(tmp_path / "e.jsonl", [{"text": "e"}])
+    with pytest.raises(DataError, match=r"several formats \(3 csv, 1 jsonl\); give a folder of one"):
+        find_source(str(tmp_path), TEXTS)
+    write(tmp_path / "f.parquet", [{"text": "f"}])
+    source = find_source(str(tmp_path), TEXTS)
+    assert (source.kind, source.num_rows) == ("parquet", 1)
+    assert dict(source.ignored) == {".csv": 1, ".gz": 1, ".tsv": 1, ".jsonl": 1, ".md": 1}
+
+
+def test_empty_parts_of_jsonl_have_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"")
+    write(tmp_path / "b.jsonl", [{"text": "b"}])
+    assert read(find_source(str(tmp_path), TEXTS))["text"] == [b"b"]
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl.gz"])
+@pytest.mark.usefixtures("small_parts")
+def test_a_row_is_found_by_its_number(ending: str, tmp_path: Path) -> None:
+    rows = [{"text": text} for text in invented_texts(30)]
+    source = find_source(str(write(tmp_path / f"rows.{ending}", rows)), TEXTS)
+    firsts = np.array([fragment.first_id for fragment in source.fragments])
+    for row in (0, 6, 7, 29):
+        fragment = source.fragments[int(np.searchsorted(firsts, row, side="right")) - 1]
+        (found,) = source.read(_one_row(fragment, row - fragment.first_id))
+        assert (found.sample_id.tolist(), found.values["text"]) == ([row], [rows[row]["text"].encode()])
+        assert found.where == [f"rows.{ending} row {row}"]
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl"])
+def test_a_file_that_lost_rows_since_they_were_counted_is_refused(ending: str, tmp_path: Path) -> None:
+    rows = [{"text": text} for text in invented_texts(30)]
+    source = find_source(str(write(tmp_path / f"rows.{ending}", rows)), TEXTS)
+    write(tmp_path / f"rows.{ending}", rows[:-1])
+    with pytest.raises(
+        DataError, match=f"rows.{ending} has 29 rows, and had at least 30 before; do not change it"
+    ):
+        read(source)
+
+
+@pytest.mark.parametrize("ending", ["parquet", "csv", "jsonl.gz"])
+def test_equivalent_texts_are_gathered_from_each_format(ending: str, tmp_path: Path) -> None:
+    rows = [{"text": f"t{row}", "about": ["x", "y", None][row % 3]} for row in range(9)]
+    write(tmp_path / f"rows.{ending}", rows)
+    gather_texts(str(tmp_path / f"rows.{ending}"), str(tmp_path / "out.parquet"), group="about")
+    assert pq.read_table(tmp_path / "out.parquet")["text"].to_pylist() == [
+        ["t0", "t3", "t6"],
+        ["t1", "t4", "t7"],
+    ]
