@@ -1,10 +1,11 @@
 """Prepare data once, in a submitted job: ``ray job submit --working-dir . -- python jobs/prepare.py ...``.
 
-``images`` packs a folder of images into parquet files, ``tokenizer`` trains a tokenizer on a corpus, ``pairs``
-groups a labeled click log by query, and ``groups`` collects equivalent texts into lists. Addresses are local
-paths or s3://.
+``images`` packs a folder of images into parquet files and ``rows`` CSV or JSONL files into one, ``tokenizer`` trains a
+tokenizer on a corpus, ``pairs`` groups a labeled click log by query, and ``groups`` collects equivalent texts into
+lists. Addresses are local paths or s3://.
 """
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -14,7 +15,7 @@ from raycl.cli.options import Address, Debug, Setting
 from raycl.cli.plan import command_settings
 from raycl.data.columns import ColumnNames
 from raycl.errors import ConfigError
-from raycl.preparation import gather_texts, group_pairs, make_tokenizer, pack_images
+from raycl.preparation import gather_texts, group_pairs, make_tokenizer, pack_images, pack_rows
 from raycl.training.data_set import ROLES
 
 app = typer.Typer(help="Prepare data once for many runs.", add_completion=False)
@@ -38,6 +39,19 @@ def images(
 
 
 @app.command()
+def rows(
+    data: Data,
+    output: Output,
+    columns: Annotated[str, typer.Option(help="Columns: role or role=NAME, comma-separated.")] = "text",
+) -> None:
+    """Pack CSV or JSONL files into a parquet file with the same rows and ids; OUTPUT ends in .parquet."""
+    packed = pack_rows(
+        data, output, columns=_columns(columns, [role for role in vars(ColumnNames()) if role != "image"])
+    )
+    print(f"{packed.num_rows:,} rows packed into {output}")
+
+
+@app.command()
 def tokenizer(
     data: Data,
     output: Output,
@@ -49,17 +63,10 @@ def tokenizer(
     debug: Debug = False,
 ) -> None:
     """Train a tokenizer on the texts of some columns; OUTPUT ends in .json."""
-    roles = {role: name or role for role, _, name in (each.partition("=") for each in columns.split(","))}
-    for role in roles:
-        if role not in ROLES:
-            raise ConfigError(
-                f"--columns: no texts have the role {role!r}; give some of {', '.join(ROLES)}, "
-                "as role or role=NAME"
-            )
     trained = make_tokenizer(
         data,
         output,
-        columns=ColumnNames(**{"image": None, **roles}),
+        columns=_columns(columns, ROLES, "texts"),
         vocabulary_size=vocabulary_size,
         lowercase=not keep_case,
         num_texts=num_texts,
@@ -99,6 +106,16 @@ def groups(
     found = gather_texts(data, output, group=group, text=text)
     print(f"{found.num_rows:,} rows of {found.num_texts:,} texts in {output}")
     print(f"skipped: {found.num_alone:,} texts without a partner; invalid: {found.num_invalid:,}")
+
+
+def _columns(asked: str, known: Sequence[str], contents: str = "columns") -> ColumnNames:
+    roles = {role: name or role for role, _, name in (each.partition("=") for each in asked.split(","))}
+    for role in roles:
+        if role not in known:
+            raise ConfigError(
+                f"--columns: no {contents} have the role {role!r}; give some of {', '.join(known)}, as role or role=NAME"
+            )
+    return ColumnNames(**{"image": None, **roles})
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import final
 
 import pyarrow as pa
@@ -59,6 +60,24 @@ def _image_rows(source: Source) -> ray.data.Dataset:
             yield pa.table(columns)
 
     return map_fragments(source, read)
+
+
+def pack_rows(data: str, output: str, *, columns: ColumnNames) -> Source:
+    """Copy the ``columns`` of CSV or JSONL files into a parquet file, in order; return the source.
+
+    Texts become bytes, since some may not be UTF-8; training counts those. This process reads all rows. Raises
+    ``DataError`` for other files or a broken line, ``StorageError`` if the output exists.
+    """
+    with writing_new(output, is_file=True) as place:
+        source = find_source(data, columns)
+        if source.types is None:
+            raise DataError(f"{data} holds no CSV or JSONL files; give some, or train on it as it is")
+        with place.create() as sink, pq.ParquetWriter(sink, source.types) as writer:
+            for fragment in source.fragments:
+                tables = (table for _, table in source.tables(fragment, source.types.names))
+                while group := list(islice(tables, 8)):
+                    writer.write_table(pa.concat_tables(group))
+        return source
 
 
 def group_pairs(

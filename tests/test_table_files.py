@@ -22,7 +22,7 @@ from raycl.data.sources import Source, find_source
 from raycl.data.texts import TextFormat, TextsFormat
 from raycl.data.weights import WeightFormat
 from raycl.errors import DataError
-from raycl.preparation import gather_texts
+from raycl.preparation import gather_texts, pack_rows
 from raycl.serve.sample_viewer import _one_row
 from tests.pairs import vocabulary
 from tests.texts import invented_texts
@@ -320,6 +320,20 @@ def test_a_file_that_lost_rows_since_they_were_counted_is_refused(ending: str, t
         DataError, match=f"rows.{ending} has 29 rows, and had at least 30 before; do not change it"
     ):
         read(source)
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("ending", ["tsv.gz", "jsonl"])
+def test_packed_rows_are_the_same_and_so_are_their_ids(ending: str, tmp_path: Path) -> None:
+    for name in "ab":
+        write(tmp_path / "rows" / f"{name}.{ending}", pairs())
+    packed = pack_rows(str(tmp_path / "rows"), str(tmp_path / "rows.parquet"), columns=WEIGHTED)
+    found = find_source(str(tmp_path / "rows.parquet"), WEIGHTED)
+    assert (packed.num_rows, found.kind) == (120, "parquet")
+    expected = read(packed)
+    assert read(found) == expected | {"row": list(range(120))}
+    with pytest.raises(DataError, match="holds no CSV or JSONL files"):
+        pack_rows(str(tmp_path / "rows.parquet"), str(tmp_path / "again.parquet"), columns=WEIGHTED)
 
 
 @pytest.mark.parametrize("ending", ["parquet", "csv", "jsonl.gz"])
