@@ -1,10 +1,6 @@
 """CSV and JSONL: the same rows as in parquet, and broken files in one line."""
 
-import csv
 import gzip
-import io
-import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +21,9 @@ from raycl.errors import DataError
 from raycl.preparation import gather_texts, pack_rows
 from raycl.serve.sample_viewer import _one_row
 from tests.pairs import vocabulary
+from tests.table_files import Rows, write_rows
 from tests.texts import invented_texts
 
-Rows = Sequence[dict[str, Any]]
 TEXTS = ColumnNames(image=None, text="text")
 PAIRS = ColumnNames(image=None, query="query", document="document")
 WEIGHTED = ColumnNames(image=None, query="query", document="document", weight="w")
@@ -54,28 +50,6 @@ def pairs(num_rows: int = 60) -> Rows:
         }
         for row, (one, other) in enumerate(zip(first, second, strict=True))
     ]
-
-
-def write(path: Path, rows: Rows) -> Path:
-    """Write rows in the format of the file's name."""
-    path.parent.mkdir(exist_ok=True)
-    name = path.name.removesuffix(".gz")
-    if name.endswith(".parquet"):
-        pq.write_table(pa.Table.from_pylist(list(rows)), path)
-        return path
-    text = io.StringIO(newline="")
-    if name.endswith(("jsonl", "ndjson")):
-        text.writelines(
-            json.dumps(row, ensure_ascii=bool(place % 2)) + "\n" for place, row in enumerate(rows)
-        )
-    else:
-        delimiter = "\t" if name.endswith("tsv") else ","
-        writer = csv.DictWriter(text, list(rows[0]), delimiter=delimiter)
-        writer.writeheader()
-        writer.writerows(rows)
-    content = text.getvalue().encode()
-    path.write_bytes(gzip.compress(content) if path.name.endswith(".gz") else content)
-    return path
 
 
 def read(source: Source) -> dict[str, list[Any]]:
@@ -141,8 +115,8 @@ def small_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 def test_rows_are_the_same_as_in_parquet(ending: str, tmp_path: Path) -> None:
     rows = pairs()
     for name, part in (("a", rows[:41]), ("b", rows[41:])):
-        write(tmp_path / "parquet" / f"{name}.parquet", part)
-        write(tmp_path / "other" / f"{name}.{ending}", part)
+        write_rows(tmp_path / "parquet" / f"{name}.parquet", part)
+        write_rows(tmp_path / "other" / f"{name}.{ending}", part)
     for columns in (PAIRS, WEIGHTED):
         found, expected = (find_source(str(tmp_path / name), columns) for name in ("other", "parquet"))
         assert found.num_rows == 60
@@ -163,7 +137,7 @@ def test_ids_and_class_names_are_the_same_as_in_parquet(ending: str, tmp_path: P
             {"text": text, "sample_id": number, "label": classes[row % 4]}
             for row, (text, number) in enumerate(zip(texts(40), ids, strict=True))
         ]
-        paths = [write(tmp_path / f"{name}.{each}", rows) for each in (ending, "parquet")]
+        paths = [write_rows(tmp_path / f"{name}.{each}", rows) for each in (ending, "parquet")]
         assert_same(*(find_source(str(path), TEXTS) for path in paths))
 
 
@@ -178,10 +152,10 @@ def test_lists_in_jsonl_are_the_same_as_in_parquet(tmp_path: Path) -> None:
         }
         for row in range(50)
     ]
-    paths = [write(tmp_path / f"rows.{ending}", rows) for ending in ("jsonl.gz", "parquet")]
+    paths = [write_rows(tmp_path / f"rows.{ending}", rows) for ending in ("jsonl.gz", "parquet")]
     assert_same(*(find_source(str(path), PAIRS) for path in paths))
     several = [{"text": [f"a {row}", f"b {row}"]} for row in range(20)]
-    paths = [write(tmp_path / f"texts.{ending}", several) for ending in ("jsonl", "parquet")]
+    paths = [write_rows(tmp_path / f"texts.{ending}", several) for ending in ("jsonl", "parquet")]
     assert_same(*(find_source(str(path), TEXTS) for path in paths))
 
 
@@ -197,8 +171,8 @@ def test_a_key_that_appears_late_is_a_column_and_rows_without_it_lack_the_value(
 
 
 def test_integers_in_one_csv_file_and_text_in_another_are_classes_and_ids_of_texts(tmp_path: Path) -> None:
-    write(tmp_path / "a.csv", [{"text": "a", "label": 7, "sample_id": 7}])
-    write(tmp_path / "b.csv", [{"text": "b", "label": "cat", "sample_id": "x"}])
+    write_rows(tmp_path / "a.csv", [{"text": "a", "label": 7, "sample_id": 7}])
+    write_rows(tmp_path / "b.csv", [{"text": "b", "label": "cat", "sample_id": "x"}])
     source = find_source(str(tmp_path), TEXTS)
     assert source.classes == ("7", "cat")
     assert len({*read(source)["id"], 7}) == 3
@@ -261,17 +235,17 @@ def test_lists_and_images_in_csv_and_long_lines_are_refused(
 ) -> None:
     negatives = [{"query": "q", "document": "d", "negatives": '["n"]'}]
     with pytest.raises(DataError, match="negatives must be lists of strings, column 'negatives' of"):
-        find_source(str(write(tmp_path / "pairs.csv", negatives)), PAIRS)
-    images = write(tmp_path / "images.csv", [{"image": "a.jpg", "caption": "c"}])
+        find_source(str(write_rows(tmp_path / "pairs.csv", negatives)), PAIRS)
+    images = write_rows(tmp_path / "images.csv", [{"image": "a.jpg", "caption": "c"}])
     with pytest.raises(DataError, match="images must be encoded bytes"):
         find_source(str(images), ColumnNames(caption="caption"))
     monkeypatch.setattr("raycl.data.csv_tables._BLOCK_BYTES", 100)
     with pytest.raises(DataError, match="as csv: .*block size"):
-        find_source(str(write(tmp_path / "long.csv", [{"text": "x" * 200}])), TEXTS)
+        find_source(str(write_rows(tmp_path / "long.csv", [{"text": "x" * 200}])), TEXTS)
     monkeypatch.setattr("raycl.data.json_tables.BLOCK_BYTES", 100)
     monkeypatch.setattr("raycl.data.json_tables._MAX_LINE_BYTES", 150)
     with pytest.raises(DataError, match="a line of more than 150 bytes; give an object per line"):
-        find_source(str(write(tmp_path / "long.jsonl", [{"text": "x" * 400}])), TEXTS)
+        find_source(str(write_rows(tmp_path / "long.jsonl", [{"text": "x" * 400}])), TEXTS)
 
 
 def test_a_folder_has_tables_of_one_format_and_other_files_are_named(tmp_path: Path) -> None:
@@ -279,14 +253,14 @@ def test_a_folder_has_tables_of_one_format_and_other_files_are_named(tmp_path: P
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"")
     for name in ("b.csv", "a.csv.gz", "c/d.tsv"):
-        write(tmp_path / name, [{"text": name}])
+        write_rows(tmp_path / name, [{"text": name}])
     source = find_source(str(tmp_path), TEXTS)
     assert [fragment.file for fragment in source.fragments] == ["a.csv.gz", "b.csv", "c/d.tsv"]
     assert (source.kind, source.ignored) == ("csv", ((".md", 1),))
-    write(tmp_path / "e.jsonl", [{"text": "e"}])
+    write_rows(tmp_path / "e.jsonl", [{"text": "e"}])
     with pytest.raises(DataError, match=r"several formats \(3 csv, 1 jsonl\); give a folder of one"):
         find_source(str(tmp_path), TEXTS)
-    write(tmp_path / "f.parquet", [{"text": "f"}])
+    write_rows(tmp_path / "f.parquet", [{"text": "f"}])
     source = find_source(str(tmp_path), TEXTS)
     assert (source.kind, source.num_rows) == ("parquet", 1)
     assert dict(source.ignored) == {".csv": 1, ".gz": 1, ".tsv": 1, ".jsonl": 1, ".md": 1}
@@ -294,7 +268,7 @@ def test_a_folder_has_tables_of_one_format_and_other_files_are_named(tmp_path: P
 
 def test_empty_parts_of_jsonl_have_no_rows(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"")
-    write(tmp_path / "b.jsonl", [{"text": "b"}])
+    write_rows(tmp_path / "b.jsonl", [{"text": "b"}])
     assert read(find_source(str(tmp_path), TEXTS))["text"] == [b"b"]
 
 
@@ -302,7 +276,7 @@ def test_empty_parts_of_jsonl_have_no_rows(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("small_parts")
 def test_a_row_is_found_by_its_number(ending: str, tmp_path: Path) -> None:
     rows = [{"text": text} for text in invented_texts(30)]
-    source = find_source(str(write(tmp_path / f"rows.{ending}", rows)), TEXTS)
+    source = find_source(str(write_rows(tmp_path / f"rows.{ending}", rows)), TEXTS)
     firsts = np.array([fragment.first_id for fragment in source.fragments])
     for row in (0, 6, 7, 29):
         fragment = source.fragments[int(np.searchsorted(firsts, row, side="right")) - 1]
@@ -314,8 +288,8 @@ def test_a_row_is_found_by_its_number(ending: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ending", ["csv", "jsonl"])
 def test_a_file_that_lost_rows_since_they_were_counted_is_refused(ending: str, tmp_path: Path) -> None:
     rows = [{"text": text} for text in invented_texts(30)]
-    source = find_source(str(write(tmp_path / f"rows.{ending}", rows)), TEXTS)
-    write(tmp_path / f"rows.{ending}", rows[:-1])
+    source = find_source(str(write_rows(tmp_path / f"rows.{ending}", rows)), TEXTS)
+    write_rows(tmp_path / f"rows.{ending}", rows[:-1])
     with pytest.raises(
         DataError, match=f"rows.{ending} has 29 rows, and had at least 30 before; do not change it"
     ):
@@ -326,7 +300,7 @@ def test_a_file_that_lost_rows_since_they_were_counted_is_refused(ending: str, t
 @pytest.mark.parametrize("ending", ["tsv.gz", "jsonl"])
 def test_packed_rows_are_the_same_and_so_are_their_ids(ending: str, tmp_path: Path) -> None:
     for name in "ab":
-        write(tmp_path / "rows" / f"{name}.{ending}", pairs())
+        write_rows(tmp_path / "rows" / f"{name}.{ending}", pairs())
     packed = pack_rows(str(tmp_path / "rows"), str(tmp_path / "rows.parquet"), columns=WEIGHTED)
     found = find_source(str(tmp_path / "rows.parquet"), WEIGHTED)
     assert (packed.num_rows, found.kind) == (120, "parquet")
@@ -339,7 +313,7 @@ def test_packed_rows_are_the_same_and_so_are_their_ids(ending: str, tmp_path: Pa
 @pytest.mark.parametrize("ending", ["parquet", "csv", "jsonl.gz"])
 def test_equivalent_texts_are_gathered_from_each_format(ending: str, tmp_path: Path) -> None:
     rows = [{"text": f"t{row}", "about": ["x", "y", None][row % 3]} for row in range(9)]
-    write(tmp_path / f"rows.{ending}", rows)
+    write_rows(tmp_path / f"rows.{ending}", rows)
     gather_texts(str(tmp_path / f"rows.{ending}"), str(tmp_path / "out.parquet"), group="about")
     assert pq.read_table(tmp_path / "out.parquet")["text"].to_pylist() == [
         ["t0", "t3", "t6"],

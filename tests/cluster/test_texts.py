@@ -29,6 +29,7 @@ from raycl.training.data_module import DataModule
 from tests.cluster.test_negatives import assert_equal_runs
 from tests.images import write_digits
 from tests.settings import override_active
+from tests.table_files import write_rows
 from tests.texts import invented_texts
 from tests.towers import without_encoder
 
@@ -181,6 +182,24 @@ def test_a_run_that_loses_a_worker_equals_an_uninterrupted_run(
     raycl.train(mortal, data=str(click_log), output=str(tmp_path / "killed"), quiet=True)
     assert (tmp_path / "died").exists()
     # The marker exists, so no further crash happens.
+    raycl.train(mortal, data=str(click_log), output=str(tmp_path / "whole"), quiet=True)
+    assert_equal_runs(tmp_path / "killed", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl.gz"])
+def test_a_run_on_a_text_file_that_loses_a_worker_equals_a_run_on_parquet(
+    ending: str, click_log: Path, tmp_path: Path
+) -> None:
+    data = write_rows(tmp_path / f"clicks.{ending}", pq.read_table(click_log).to_pylist())
+    settings: dict[str, Any] = {
+        "encoder.name": "tests.cluster.networks:words",
+        "encoder.kwargs": {"dim": 16, "die_at": 8, "marker": str(tmp_path / "died")},
+        "evaluation.every_epochs": 0,
+        "separate_towers": True,
+    }
+    mortal = run_of("two_tower", **settings)
+    raycl.train(mortal, data=str(data), output=str(tmp_path / "killed"), quiet=True)
+    assert (tmp_path / "died").exists()
     raycl.train(mortal, data=str(click_log), output=str(tmp_path / "whole"), quiet=True)
     assert_equal_runs(tmp_path / "killed", tmp_path / "whole")
 
