@@ -170,6 +170,32 @@ def test_a_key_that_appears_late_is_a_column_and_rows_without_it_lack_the_value(
     assert read(source)["text"] == [b"a"] * 5 + [None, b"b"]
 
 
+def test_columns_of_jsonl_may_have_no_values_in_some_files(tmp_path: Path) -> None:
+    parts: list[dict[str, Any]] = [
+        {"document": None, "negatives": None, "negative_ids": None, "w": 1},
+        {"document": "d", "negatives": [], "negative_ids": [], "w": 0.5},
+        {"document": "d", "negatives": ["n"], "negative_ids": [7], "w": 2},
+    ]
+    for name, row in zip("abc", parts, strict=True):
+        write_rows(tmp_path / f"{name}.jsonl", [{"query": "q", **row}])
+    found = read(find_source(str(tmp_path), WEIGHTED))
+    assert (found["document"], found["negatives"]) == ([None, b"d", b"d"], [None, [], [b"n"]])
+    assert (found["negative_ids"], found["weight"]) == ([None, [], [7]], [1.0, 0.5, 2.0])
+    for name in "bc":
+        (tmp_path / f"{name}.jsonl").unlink()
+    found = read(find_source(str(tmp_path), PAIRS))
+    assert (found["document"], found["negatives"]) == ([None], [None])
+    write_rows(tmp_path / "b.jsonl", [{"query": "q", **parts[1], "negatives": 3}])
+    with pytest.raises(DataError, match="negatives must be lists of strings"):
+        find_source(str(tmp_path), PAIRS)
+    for name, label in (("a", 1), ("b", "cat")):
+        write_rows(tmp_path / f"{name}.jsonl", [{"text": "a", "label": label}])
+    with pytest.raises(
+        DataError, match="column 'label' of .* holds int64 and string; give its values one type"
+    ):
+        find_source(str(tmp_path), TEXTS)
+
+
 def test_integers_in_one_csv_file_and_text_in_another_are_classes_and_ids_of_texts(tmp_path: Path) -> None:
     write_rows(tmp_path / "a.csv", [{"text": "a", "label": 7, "sample_id": 7}])
     write_rows(tmp_path / "b.csv", [{"text": "b", "label": "cat", "sample_id": "x"}])
@@ -212,6 +238,8 @@ BROKEN = {
     "no_column.jsonl": (b'{"texts": "a"}\n', "has no column 'text'; it has texts"),
     "none.jsonl": (b"\n\n", "holds no rows"),
     "cut.jsonl.gz": (gzip.compress(b'{"text": "a"}\n' * 999)[:-9], "as jsonl: Truncated"),
+    "name.jsonl": (b'{"text": "a", "label": "caf\xe9"}\n', "as jsonl: .*[Ii]nvalid UTF8 .*; give an object per line"),
+    "name.csv": (b"text,label\na,caf\xe9\n", "as csv: .*invalid UTF8"),
     "label.jsonl": (b'{"text": "a", "label": 1.5}\n', "labels must be integers or text"),
 }  # fmt: skip
 

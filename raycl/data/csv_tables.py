@@ -48,7 +48,7 @@ class CsvTables:
         schema = pa.schema([(name, kinds.get(name, pa.string())) for name in names])
         return TableFile(group_sizes=[num_rows], schema=schema)
 
-    def shared_types(self, schemas: Sequence[pa.Schema]) -> pa.Schema:
+    def shared_types(self, schemas: Sequence[pa.Schema], *, where: str) -> pa.Schema:
         """Return the types of the columns; one with integers in some files and text in others is text."""
         kinds = {name: {each.field(name).type for each in schemas} for name in schemas[0].names}
         return pa.schema(

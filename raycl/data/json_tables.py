@@ -47,11 +47,13 @@ class JsonTables:
             kinds[name] = _type(roles, kind)
         return TableFile(group_sizes=[num_rows], schema=pa.schema(list(kinds.items())))
 
-    def shared_types(self, schemas: Sequence[pa.Schema]) -> pa.Schema:
+    def shared_types(self, schemas: Sequence[pa.Schema], *, where: str) -> pa.Schema:
         """Return the types of the columns; raises ``DataError`` if two files differ."""
         names = schemas[0].names
         kinds = {
-            name: reduce(partial(_common, repr(name)), [each.field(name).type for each in schemas])
+            name: reduce(
+                partial(_common, f"{name!r} of {where}"), [each.field(name).type for each in schemas]
+            )
             for name in names
         }
         return pa.schema(list(kinds.items()))
@@ -95,12 +97,12 @@ def _blocks(place: Place) -> Iterator[bytes]:
     rest = b""
     with _reading(place), open_text(place) as stream:
         while content := stream.read(BLOCK_BYTES):
-            lines, newline, rest = (rest + content).rpartition(b"\n")
+            lines, _, rest = (rest + content).rpartition(b"\n")
             if len(rest) > _MAX_LINE_BYTES:
                 raise DataError(
                     f"{place} has a line of more than {_MAX_LINE_BYTES:,} bytes; give an object per line"
                 )
-            yield lines + newline
+            yield lines
     yield rest
 
 
@@ -136,17 +138,10 @@ def _plain(kind: pa.DataType) -> pa.DataType:
 
 def _type(roles: Collection[str], kind: pa.DataType) -> pa.DataType:
     """Return the type to read a column with, which was found with type ``kind``."""
-    of_lists = {"negatives", "negative_ids"} & set(roles)
-    if pa.types.is_null(kind):
-        kind = pa.list_(pa.string()) if of_lists else pa.string()
-    if is_list(kind) and pa.types.is_null(kind.value_type):
-        kind = pa.list_(pa.string())
-    if "weight" in roles and pa.types.is_integer(kind):
-        return pa.float64()
     if not _TEXTS & set(roles) or _IDS_AND_LABELS & set(roles):
         return kind
     # Texts as bytes: each text that is not UTF-8 is an invalid row.
-    if is_list(kind) and pa.types.is_string(kind.value_type):
+    if is_list(kind) and pa.types.is_string(kind.value_type):  # type: ignore[attr-defined]
         return pa.list_(pa.binary())
     return pa.binary() if pa.types.is_string(kind) else kind
 

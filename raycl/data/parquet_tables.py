@@ -26,7 +26,7 @@ class ParquetTables:
             sizes = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
             return TableFile(group_sizes=sizes, schema=file.schema_arrow)
 
-    def shared_types(self, schemas: Sequence[pa.Schema]) -> None:
+    def shared_types(self, schemas: Sequence[pa.Schema], *, where: str) -> None:
         """Return None: each file has its own types."""
 
     def read(

@@ -295,7 +295,7 @@ def _table_source(uri: str, files: list[str], columns: ColumnNames, reader: Tabl
         raise DataError(f"{uri} holds no rows; give a dataset with at least one batch")
     columns = chosen[0]
     schemas = [_named(table, columns) for _, _, table in found]
-    types = reader.shared_types(schemas)
+    types = reader.shared_types(schemas, where=uri)
     places = [place for _, place, _ in found]
     if columns.weight is not None:
         parts = ((str(place), reader.column(place, columns.weight, types)) for place in places)

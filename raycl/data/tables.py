@@ -44,7 +44,7 @@ class TableFormat(Protocol):
         """Count the rows and find the types of the columns."""
         ...
 
-    def shared_types(self, schemas: Sequence[pa.Schema]) -> pa.Schema | None:
+    def shared_types(self, schemas: Sequence[pa.Schema], *, where: str) -> pa.Schema | None:
         """Return the types with which all files are read, from the types of each; None if the files know them."""
         ...
 
