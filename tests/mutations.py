@@ -815,6 +815,27 @@ MUTATIONS = [
         "return hash(content)",
         "tests/test_data.py",
     ),
+    Mutation(
+        "quotes that never close swallow the last rows of a CSV file",
+        "raycl/data/csv_tables.py",
+        "if set(last.values()) != {_LAST}:",
+        "if not last:",
+        "tests/test_table_files.py",
+    ),
+    Mutation(
+        "the text NA of a CSV file is a missing value",
+        "raycl/data/csv_tables.py",
+        'null_values=[""]',
+        'null_values=["", "NA"]',
+        "tests/test_table_files.py",
+    ),
+    Mutation(
+        "a fragment of a text file begins at the first row of the file",
+        "raycl/data/tables.py",
+        "max(start - position, 0)",
+        "0",
+        "tests/test_table_files.py",
+    ),
     # Stages, checkpoints, records
     Mutation(
         "the batch grows with the workers of a MIN:MAX range",

@@ -294,6 +294,13 @@ def test_a_folder_has_tables_of_one_format_and_other_files_are_named(tmp_path: P
     assert dict(source.ignored) == {".csv": 1, ".gz": 1, ".tsv": 1, ".jsonl": 1, ".md": 1}
 
 
+def test_a_folder_of_images_may_have_other_tables_beside_them(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"")
+    write_rows(tmp_path / "labels.csv", [{"file": "a.png", "label": 1}])
+    source = find_source(str(tmp_path))
+    assert (source.kind, source.num_rows, source.ignored) == ("folder", 1, ((".csv", 1),))
+
+
 def test_empty_parts_of_jsonl_have_no_rows(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"")
     write_rows(tmp_path / "b.jsonl", [{"text": "b"}])
