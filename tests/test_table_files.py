@@ -17,9 +17,12 @@ from raycl.data.ids import IdFormat
 from raycl.data.sources import Source, find_source
 from raycl.data.texts import TextFormat, TextsFormat
 from raycl.data.weights import WeightFormat
+from raycl.doctor.data import _describe, _find, sample_rows
 from raycl.errors import DataError
+from raycl.inference.reading import read_pairs
 from raycl.preparation import gather_texts, pack_rows
 from raycl.serve.sample_viewer import _one_row
+from raycl.training.transforms import build_formats
 from tests.pairs import vocabulary
 from tests.table_files import Rows, write_rows
 from tests.texts import invented_texts
@@ -343,6 +346,22 @@ def test_packed_rows_are_the_same_and_so_are_their_ids(ending: str, tmp_path: Pa
     assert read(found) == expected | {"row": list(range(120))}
     with pytest.raises(DataError, match="holds no CSV or JSONL files"):
         pack_rows(str(tmp_path / "rows.parquet"), str(tmp_path / "again.parquet"), columns=WEIGHTED)
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl.gz"])
+def test_the_doctor_and_commands_on_trained_runs_read_the_same_rows(ending: str, tmp_path: Path) -> None:
+    rows = pairs()
+    file, parquet = (str(write_rows(tmp_path / f"pairs.{each}", rows)) for each in (ending, "parquet"))
+    source, config = _find(file, None, None)
+    formats = build_formats(config, vocabulary().tokenizer, source.columns)
+    sample = sample_rows(source, source.fragments[0], formats, 40)
+    invalid = [row for row in sample.rows if row.error is not None]
+    assert (len(sample.rows), len(invalid)) == (40, 3)
+    assert (invalid[0].where, invalid[0].error) == (f"pairs.{ending} row 6", "empty text")
+    assert f"60 rows with labels, pairs, {source.kind} in 1 fragment" in _describe(source, config)
+    found, expected = (read_pairs(each, PAIRS) for each in (file, parquet))
+    assert (found.by_role, found.label.tolist()) == (expected.by_role, expected.label.tolist())
+    assert found.num_invalid == expected.num_invalid == 6
 
 
 @pytest.mark.parametrize("ending", ["parquet", "csv", "jsonl.gz"])
