@@ -18,6 +18,7 @@ ENCODING, MAX_AGE = "ray::EncoderActor.encode", 9
 NUM_STEPS = 400
 
 
+@pytest.mark.drill
 def test_a_run_loses_a_key_encoder_and_its_workers_and_trains_to_the_end_with_young_keys(
     tmp_path: Path,
 ) -> None:

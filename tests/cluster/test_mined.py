@@ -68,6 +68,7 @@ def last_table(output: Place) -> dict[str, Any]:
     return torch.load((output / CHECKPOINTS / paths[-1]).uri, weights_only=True)["mined"]
 
 
+@pytest.mark.drill
 def test_a_run_mines_what_raycl_mine_finds_survives_its_miner_and_resumes_with_its_table(
     tmp_path: Path,
 ) -> None:

@@ -186,6 +186,7 @@ def test_a_run_that_loses_a_worker_equals_an_uninterrupted_run(
     assert_equal_runs(tmp_path / "killed", tmp_path / "whole")
 
 
+@pytest.mark.drill
 def test_a_run_on_csv_that_loses_a_worker_equals_a_run_on_parquet(click_log: Path, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "clicks.csv", pq.read_table(click_log).to_pylist())
     settings: dict[str, Any] = {
