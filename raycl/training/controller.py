@@ -90,7 +90,7 @@ class _DataContextOnly(DatasetsCallback):
     """Pass the driver's settings of Ray Data to the workers, and no data sets."""
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
-        stand_by()
+        stand_by(2)  # the other one for the actor by which Ray Train synchronizes the workers of a group
         return {}
 
 

@@ -52,15 +52,15 @@ def import_controller() -> None:
     _run_if_idle(load)
 
 
-def stand_by() -> None:
-    """Ask for a process that can replace this one, if this one still lives after a while."""
-    timer = threading.Timer(_DELAY_S, request_standby)
+def stand_by(number: int = 1) -> None:
+    """Ask for processes that can replace this one, if this one still lives after a while."""
+    timer = threading.Timer(_DELAY_S, request_standby, [number])
     timer.daemon = True
     timer.start()
 
 
-def request_standby() -> bool:
-    """Ask Ray on this node for an idle process with the environment of this one; return whether it agreed."""
+def request_standby(number: int = 1) -> bool:
+    """Ask Ray on this node for idle processes with the environment of this one; return whether it agreed."""
     # Ray's own interface for its libraries, which may change: a run must not depend on it.
     with contextlib.suppress(Exception):
         from ray._private.grpc_utils import init_grpc_channel
@@ -73,7 +73,7 @@ def request_standby() -> bool:
             language=common_pb2.Language.Value("PYTHON"),  # pyright: ignore[reportAttributeAccessIssue]
             job_id=bytes.fromhex(context.get_job_id()),
             keep_alive_duration_secs=_KEPT_S,
-            num_workers=1,
+            num_workers=number,
         )
         request.runtime_env_info.serialized_runtime_env = context.get_runtime_env_string()
         channel: Any = init_grpc_channel(address)
