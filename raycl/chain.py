@@ -70,7 +70,7 @@ def kept_links(links: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     before: list[int | None] = []  # of each link, the one that it continues
     for number, link in enumerate(links):
         if link["kind"] in (START, ROLLBACK):
-            before.append(saved.get(link["checkpoint"] or ""))
+            before.append(saved.get(link.get("checkpoint") or ""))
         else:
             before.append(number - 1 if number else None)
         if link["kind"] == CHECKPOINT:

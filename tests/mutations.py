@@ -1128,7 +1128,7 @@ MUTATIONS = [
     Mutation(
         "links of undone steps count",
         "raycl/chain.py",
-        'before.append(saved.get(link["checkpoint"] or ""))',
+        'before.append(saved.get(link.get("checkpoint") or ""))',
         "before.append(number - 1 if number else None)",
         "tests/test_certify.py",
     ),

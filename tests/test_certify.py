@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -574,3 +575,16 @@ def test_settings_that_determine_no_loss_may_change_between_starts() -> None:
     ]
     first, *others = (hash_of_settings(small_config("simclr", change)) for change in changes)
     assert [other == first for other in others] == [True, False, False]
+
+
+def test_a_run_with_files_that_are_not_installed_has_a_chain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> None:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    config = small_config("simclr", {})
+    job: Any = SimpleNamespace(output=Place(str(tmp_path)), fingerprint=7, config=config)
+    RunChain(job, config, dict, Position(), None, torch.device("cpu"))
+    assert read_chain(job.output)[0]["version"] == "unknown"

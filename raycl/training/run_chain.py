@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, final
 
 import torch
 
+import raycl
 from raycl.chain import (
     CHAIN,
     CHECKPOINT,
@@ -79,7 +79,7 @@ class RunChain:
             files={} if self._chain is None else sha256_of_files(job.output, (CONFIG, DATA, TOKENIZER)),
             settings=hash_of_settings(config),
             rows=job.fingerprint,
-            version=version("raycl"),
+            version=raycl.__version__,
             code=code_hash(),
             torch=torch.__version__,
         )
