@@ -6,7 +6,8 @@ Starts a Ray of its own and ``jobs/train.py`` as a process of its own: MoCo v2 o
 streamed data. In turn a worker, a shard, Ray Train's controller and the reader of the stream
 are ended by SIGKILL. Every five seconds it reads each process's private memory (``RssAnon``) and the size of
 Ray's object store. At last the run is asked to stop, and its surviving processes are
-counted. A table has the losses by victim: seconds and steps, by the run's own lines of failures. Beside the picture lies a JSON file of the same name with every number in it.
+counted. It prints the losses by victim: seconds and steps, by the run's own lines of failures. Beside the picture lies a
+JSON file of the same name with every number in it.
 """
 
 import json
