@@ -10,11 +10,9 @@ import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
-from raycl.augment.images import center_view
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import decode_source
 from raycl.data.images import ImageFormat
-from raycl.data.in_memory import InMemoryDataset, pixels_of
 from raycl.data.labels import NO_LABEL
 from raycl.data.sources import Source, find_source
 from raycl.data.split import Holdout
@@ -22,6 +20,7 @@ from raycl.display import EvaluationResult
 from raycl.errors import ConfigError, DataError
 from raycl.evaluation.knn import knn_accuracy
 from raycl.evaluation.linear import linear_accuracy
+from raycl.evaluation.raw_pixels import BASELINE_SIZE, raw_pixels
 from raycl.inference.embed import columns_for, embed_dataset, formats_of, representations
 from raycl.inference.encoder import read_encoders
 from raycl.inference.reading import counting_decoder, read_images
@@ -32,7 +31,6 @@ from raycl.ray_runtime import connect_cluster, fetch_tables
 Measure = Literal["knn", "linear"]
 # Raw pixels have thousands of columns, so a larger set is sampled for the baseline.
 MAX_BASELINE_ROWS = {"knn": 50_000, "linear": 10_000}
-BASELINE_SIZE = 32  # pixels per side
 
 
 @final
@@ -173,14 +171,6 @@ def _pixel_baseline(
     if sources["train"].num_rows > max_rows:
         baseline["num_train"] = len(train.label)
     return baseline
-
-
-def raw_pixels(rows: InMemoryDataset, *, channels: int, size: int) -> Tensor:
-    """Return the pixels of all rows as float32 vectors [num_rows, channels * size**2]."""
-    unscaled = {"mean": (0.0,) * channels, "std": (1.0,) * channels}
-    batches = rows.batches(1_024)
-    parts = [center_view(pixels_of(batch).images, size=size, **unscaled).flatten(1) for batch in batches]
-    return torch.cat(parts)
 
 
 def _labels(tables: Sequence[pa.Table]) -> Tensor:

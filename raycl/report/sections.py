@@ -18,6 +18,7 @@ EVALUATION_METRICS = {
     "recall_at_10": "recall@10",
     "recall_at_1": "recall@1",
 }
+BASELINES = {"knn_top1": "raw pixels", "recall_at_10": "BM25"}
 MAX_MAPPED = 400  # embeddings: the time of t-SNE grows with them
 _MIN_SHARE = 0.001  # of the training time
 # The phases of a step under the names that a reader knows, from the bottom up.
@@ -142,6 +143,8 @@ def _evaluation_panel(history: History, names: Sequence[str], timeline: Timeline
             f"best {kept.value[best]:.1%} at step {int(kept.step[best]):,}, last {kept.last:.1%}, "
             f"first {kept.finite[0]:.1%}"
         )
+        if (baseline := history[f"baseline_{names[0]}"].last) is not None:
+            caption += f"; {BASELINES[names[0]]} {baseline:.1%}"
     title = EVALUATION_METRICS[names[0]] if len(names) == 1 else "Recall of held-out pairs"
     return _panel(Plot(title, "of held-out rows", caption, percent=True), curves, timeline)
 

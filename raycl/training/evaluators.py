@@ -16,8 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from raycl.config import RunConfig
 from raycl.data.images import Pixels
-from raycl.data.in_memory import Batch, InMemoryDataset
-from raycl.data.split import Holdout
+from raycl.data.in_memory import Batch, InMemoryDataset, pixels_of, tokens_of
 from raycl.data.texts import TokenLists, Tokens
 from raycl.distributed import all_sum, gather_detached, num_workers, rank
 from raycl.embedding_snapshot import (
@@ -32,6 +31,7 @@ from raycl.embedding_snapshot import (
 )
 from raycl.evaluation.embed import embed
 from raycl.evaluation.knn import knn_predict, nearest
+from raycl.evaluation.raw_pixels import BASELINE_SIZE, raw_pixels
 from raycl.models.towers import Tower, Towers, TwoTowers
 from raycl.storage import Place
 from raycl.tokenization import Tokenizer
@@ -39,6 +39,7 @@ from raycl.training.job import Job
 from raycl.training.transforms import Draft, Transform
 
 BATCH_SIZE = 256
+MAX_PIXEL_ROWS = 10_000  # of the bank, for the baseline: a row of pixels has thousands of columns
 NUM_COMPARED = 400  # samples whose views are compared, each with all others
 THUMBNAIL = 64  # pixels of the longer side
 
@@ -48,6 +49,10 @@ class Evaluator(Protocol):
 
     def measure(self, towers: Towers, device: torch.device) -> dict[str, float]:
         """Return the metrics to log, the most important first."""
+        ...
+
+    def baseline(self) -> dict[str, float]:
+        """Return the same metrics without an encoder, named ``baseline_*``; empty if there is no such comparison."""
         ...
 
 
@@ -72,10 +77,26 @@ class KnnEvaluator:
         bank, bank_label = self._encode(encoder, self.bank, device)
         test, test_label = self._encode(encoder, self.test, device)
         bank, bank_label = gather_detached(bank), gather_detached(bank_label)
+        return {"knn_top1": self._accuracy(test, test_label, bank, bank_label)}
+
+    def baseline(self) -> dict[str, float]:
+        """Return the accuracy on raw pixels; every worker classifies its own share. Texts have no such baseline."""
+        if "image" not in self.test.take(np.arange(1)).contents:
+            return {}
+        every = -(-len(self.bank) // MAX_PIXEL_ROWS)
+        bank = self.bank.where(lambda ids: np.arange(len(ids)) % every == 0)
+        own = self.test.where(lambda ids: np.arange(len(ids)) % num_workers() == rank())
+        _, height, width, channels = pixels_of(self.test.take(np.arange(1))).images.shape
+        size = min(BASELINE_SIZE, height, width)
+        pixels, test = (raw_pixels(rows, channels=channels, size=size) for rows in (bank, own))
+        mean = pixels.mean(0)
+        label, test_label = (torch.from_numpy(rows.label) for rows in (bank, own))
+        return {"baseline_knn_top1": self._accuracy(test - mean, test_label, pixels - mean, label)}
+
+    def _accuracy(self, test: Tensor, test_label: Tensor, bank: Tensor, bank_label: Tensor) -> float:
+        """Return the accuracy over the shares of all workers."""
         predicted = knn_predict(test, bank, bank_label, k=self.k, temperature=self.temperature)
-        counts = torch.tensor([(predicted == test_label).sum(), len(test_label)], device=device)
-        num_right, num_evaluated = all_sum(counts).tolist()
-        return {"knn_top1": num_right / num_evaluated}
+        return _fractions(predicted == test_label)[0]
 
     def _encode(
         self, encoder: nn.Module, rows: InMemoryDataset, device: torch.device
@@ -94,6 +115,7 @@ class RetrievalEvaluator:
     bank: InMemoryDataset
     test: InMemoryDataset
     transform: Transform
+    tokenizer: Tokenizer | None = None  # decodes the texts of the baseline
     precision: str = "float32"
 
     def measure(self, towers: Towers, device: torch.device) -> dict[str, float]:
@@ -112,9 +134,27 @@ class RetrievalEvaluator:
         chosen = order[is_new]
         _, found = nearest(query.to(device), keys[chosen], k=10)
         is_right = ids[chosen][found] == wanted[:, None]
-        counts = torch.stack([is_right[:, :1].sum(), is_right.sum(), torch.tensor(len(query), device=device)])
-        at_1, at_10, num_evaluated = all_sum(counts).tolist()
-        return {"recall_at_10": at_10 / num_evaluated, "recall_at_1": at_1 / num_evaluated}
+        at_1, at_10 = _fractions(is_right[:, 0], is_right.any(1))
+        return {"recall_at_10": at_10, "recall_at_1": at_1}
+
+    def baseline(self) -> dict[str, float]:
+        """Return the recall of BM25 on the texts as the encoder sees them; each worker ranks for its own queries."""
+        if self.tokenizer is None or "document" not in self.test.take(np.arange(1)).contents:
+            return {}
+        from raycl.evaluation.lexical_baselines import bm25_search  # which takes a second to import
+
+        everything = [(rows, np.arange(len(rows))) for rows in (self.test, self.bank)]
+        documents = Tokens.joined([tokens_of(batch, "document") for batch in _batches(*everything)])
+        ids, first = np.unique(documents.text_id, return_index=True)
+        own = list(_batches((self.test, _own_share(len(self.test)))))
+        queries = Tokens.joined([tokens_of(batch, "query") for batch in own])
+        wanted = np.concatenate([tokens_of(batch, "document").text_id for batch in own])
+        texts = (self.tokenizer.decode(_first_texts(each)) for each in (queries, documents.take(first)))
+        _, found = bm25_search(*texts, k=10)
+        # A query that shares no word with any document finds none: -1.
+        is_right = torch.from_numpy((found >= 0) & (ids[found] == wanted[:, None]))
+        at_1, at_10 = _fractions(is_right[:, 0], is_right.any(1))
+        return {"baseline_recall_at_10": at_10, "baseline_recall_at_1": at_1}
 
     def _embed(
         self, tower: Tower, draw: Callable[[Batch], Draft], device: torch.device, *parts: "_Part"
@@ -124,19 +164,21 @@ class RetrievalEvaluator:
 
 
 def build_evaluator(
-    config: RunConfig, rows: InMemoryDataset, holdout: Holdout, transform: Transform, *, wanted: bool
+    job: Job, config: RunConfig, rows: InMemoryDataset, transform: Transform
 ) -> Evaluator | None:
-    """Return the evaluator of the run; None unless it is ``wanted`` and each worker has a row."""
-    if not wanted:
+    """Return the evaluator of the run; None unless the run is evaluated and each worker has a row."""
+    if not job.is_evaluated:
         return None
-    bank, test = rows.where(holdout.is_reference), rows.where(holdout.is_test)
+    bank, test = rows.where(job.holdout.is_reference), rows.where(job.holdout.is_test)
     if not config.has_two_towers:
         bank, test = bank.labeled(), test.labeled()
     if min(len(bank), len(test)) < num_workers():
         return None
     precision = config.tower_precision
     if config.has_two_towers:
-        return RetrievalEvaluator(bank=bank, test=test, transform=transform, precision=precision)
+        return RetrievalEvaluator(
+            bank=bank, test=test, transform=transform, tokenizer=job.tokenizer, precision=precision
+        )
     k, temperature = config.evaluation.k, config.evaluation.temperature
     return KnnEvaluator(
         bank=bank, test=test, transform=transform, k=k, temperature=temperature, precision=precision
@@ -144,6 +186,15 @@ def build_evaluator(
 
 
 _Part = tuple[InMemoryDataset, NDArray[np.int64]]  # rows and positions in them
+
+
+def _fractions(*is_right: Tensor) -> list[float]:
+    """Return the fraction of true values of each vector, over the equally long vectors of all workers."""
+    counts = torch.stack(
+        [*(each.sum() for each in is_right), is_right[0].new_tensor(len(is_right[0]), dtype=torch.int64)]
+    )
+    *num_right, num_rows = all_sum(counts).tolist()
+    return [each / num_rows for each in num_right]
 
 
 def _own_share(num_rows: int) -> NDArray[np.int64]:

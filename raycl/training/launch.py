@@ -179,6 +179,7 @@ def train_validated(
                 final = train_in_groups(job, shutdown, report, quiet=quiet)
                 shutdown.end()
                 _warn_of_leakage(config, final, report)
+                _warn_of_baseline(config, final, report)
                 return _write_result(run, data, final, coordinator)
 
 
@@ -297,4 +298,14 @@ def _warn_of_leakage(config: RunConfig, final: dict[str, Any], report: Printer) 
         report(
             f"BatchNorm leaks the positives: shared statistics make the pretext task easier by {leakage:.3f}; "
             "set batchnorm to shuffled, group or layer"
+        )
+
+
+def _warn_of_baseline(config: RunConfig, final: dict[str, Any], report: Printer) -> None:
+    name = config.judged_by
+    value, baseline = final.get(name), final.get(f"baseline_{name}")
+    if value is not None and baseline is not None and value <= baseline:
+        report(
+            f"the encoder is not better than {'BM25' if config.has_two_towers else 'raw pixels'} on held-out rows: "
+            f"{name} {value:.3f} and {baseline:.3f}; train longer (--epochs)"
         )

@@ -67,9 +67,7 @@ class Trainer:
         if rank() == 0 and runner.config.tower_precision != self._config.tower_precision:
             job.coordinator.add_notice.remote("a GPU has no bfloat16: the run computes in float32")
         self._config = runner.config
-        self._evaluator = build_evaluator(
-            self._config, runner.rows, job.holdout, runner.transform, wanted=job.is_evaluated
-        )
+        self._evaluator = build_evaluator(job, self._config, runner.rows, runner.transform)
         self._snapshots = build_snapshot_writer(job, runner.rows, runner.transform)
         self._monitor = CollapseMonitor(
             patience=self._config.monitor.patience, initial_patience=self._config.monitor.initial_patience
@@ -256,7 +254,7 @@ class Trainer:
     def _finish(self) -> Finished | None:
         position = self._position
         already_saved = position.step == self._checkpointer.saved_step
-        evaluated = self._evaluate()
+        evaluated = self._evaluate(with_baseline=True)
         self._save(evaluated=evaluated and not already_saved)
         self._chain.sum_draws()
         if rank() != 0:
@@ -270,13 +268,14 @@ class Trainer:
         totals |= {"seconds": position.seconds, "data_set_steps": position.data_set_steps}
         return Finished({**totals, **self._metrics, "goodput": self._logger.goodput(), "chain": head})
 
-    def _evaluate(self) -> bool:
+    def _evaluate(self, *, with_baseline: bool = False) -> bool:
         """Evaluate the towers and measure the leakage of BatchNorm; return whether there is an evaluator."""
         measured: dict[str, float] = {}
         with self._logger.clock.paused():
             self._runner.state.average_statistics()
             if self._evaluator is not None:
                 measured |= self._evaluator.measure(self._runner.state.evaluated, self._device)
+                measured |= self._evaluator.baseline() if with_baseline else {}
             if self._last_views is not None:
                 measured |= self._runner.state.leakage(self._last_views, seed=self._config.seed)
         self._metrics |= measured

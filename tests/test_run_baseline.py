@@ -1,0 +1,140 @@
+"""The baseline that a run is compared with at its end: raw pixels, or BM25."""
+
+import math
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from raycl.recipes import recipe as recipe_of
+from raycl.training.evaluators import KnnEvaluator, RetrievalEvaluator
+from raycl.training.launch import _warn_of_baseline
+from raycl.training.transforms import PairTransform, build_transform
+from tests.images import encode
+from tests.pairs import clicks, rows_of, small_config, vocabulary
+from tests.workers.processes import run_workers
+
+NUM_TEST = 21
+
+
+def pictures() -> np.ndarray:
+    """Return noise with a brighter pixel for each of three classes."""
+    number = np.arange(60)
+    pixels = np.random.default_rng(0).integers(0, 120, (60, 8, 8), np.uint8)
+    pixels[number, number % 3, 0] += 130
+    return pixels
+
+
+def knn_evaluator() -> KnnEvaluator:
+    config = small_config("clip")
+    rows = rows_of(config, {"image": list(map(encode, pictures())), "caption": [["a"]] * 60})
+    rows.label = rows.sample_id % 3
+    bank, test = rows.where(lambda ids: ids >= NUM_TEST), rows.where(lambda ids: ids < NUM_TEST)
+    transform = build_transform(config, vocabulary().tokenizer)
+    return KnnEvaluator(bank=bank, test=test, transform=transform, k=7)
+
+
+def expected_accuracy(*, bank: range, k: int, temperature: float) -> float:
+    """Classify the first images by a weighted vote, one by one in float64."""
+    rows = pictures().reshape(60, -1).astype(np.float64)
+    rows -= rows[bank].mean(axis=0)
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    num_right = 0
+    for query in range(NUM_TEST):
+        votes = dict.fromkeys(range(3), 0.0)
+        for cosine, row in sorted((rows[query] @ rows[row], row) for row in bank)[-k:]:
+            votes[row % 3] += math.exp(cosine / temperature)
+        num_right += max(votes, key=votes.__getitem__) == query % 3
+    return num_right / NUM_TEST
+
+
+def test_the_baseline_of_images_is_knn_on_centered_pixels() -> None:
+    found = knn_evaluator().baseline()["baseline_knn_top1"]
+    assert found == pytest.approx(expected_accuracy(bank=range(NUM_TEST, 60), k=7, temperature=0.07))
+    assert 0.4 < found < 1
+
+
+def test_the_baseline_reads_a_part_of_a_large_bank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raycl.training.evaluators.MAX_PIXEL_ROWS", 13)
+    found = knn_evaluator().baseline()["baseline_knn_top1"]
+    assert found == pytest.approx(expected_accuracy(bank=range(NUM_TEST, 60, 3), k=7, temperature=0.07))
+
+
+def queries_and_documents() -> tuple[list[str], list[str]]:
+    """Return documents, and queries of some words of them or of none."""
+    documents = clicks(80, num_negatives=[0], seed=1)["document"]
+    return [" ".join(text.split()[: row % 4]) or "zzz" for row, text in enumerate(documents)], documents
+
+
+def retrieval_evaluator() -> RetrievalEvaluator:
+    config, (queries, documents) = small_config(), queries_and_documents()
+    rows = rows_of(config, {"query": queries, "document": documents})
+    bank, test = rows.where(lambda ids: ids >= 40), rows.where(lambda ids: ids < 40)
+    return RetrievalEvaluator(
+        bank=bank, test=test, transform=PairTransform(), tokenizer=vocabulary().tokenizer
+    )
+
+
+def words_of(text: str, max_length: int) -> list[str]:
+    """Return the words of a text after it is cut to its first tokens."""
+    tokenizer = vocabulary().tokenizer
+    return re.findall(r"\w+", tokenizer.decode(tokenizer.encode([text], max_length))[0].lower())
+
+
+def expected_recall(*, k: int) -> tuple[float, float]:
+    """Score all documents by the formula of BM25, one by one; return the recall if ties come first, and if last."""
+    lengths, (queries, documents) = small_config().text, queries_and_documents()
+    max_length = lengths.max_document_length or lengths.max_length
+    seen = [tuple(words_of(text, max_length)) for text in documents]
+    words = set(seen)
+    mean = sum(map(len, words)) / len(words)
+    num_with = Counter(word for each in words for word in set(each))
+    first = last = 0
+    for query, document in zip(queries[:40], seen[:40], strict=True):
+        scores = dict.fromkeys(words, 0.0)
+        for word in words_of(query, lengths.max_length):
+            weight = math.log(1 + (len(words) - num_with[word] + 0.5) / (num_with[word] + 0.5))
+            for each in words:
+                count, length = each.count(word), 1 - 0.75 + 0.75 * len(each) / mean
+                scores[each] += weight * count / (count + 1.2 * length)
+        own = scores[document]
+        first += own > 0 and sum(score > own + 1e-6 for score in scores.values()) < k
+        last += own > 0 and sum(score > own - 1e-6 for score in scores.values()) <= k
+    return first / 40, last / 40
+
+
+def test_the_baseline_of_texts_is_the_recall_of_bm25() -> None:
+    found = retrieval_evaluator().baseline()
+    for k in (1, 10):
+        first, last = expected_recall(k=k)
+        assert last <= found[f"baseline_recall_at_{k}"] <= first < last + 0.15
+    assert 0.3 < found["baseline_recall_at_1"] < found["baseline_recall_at_10"] < 0.8
+
+
+def baselines(rank: int, num_workers: int) -> dict[str, float]:
+    return knn_evaluator().baseline() | retrieval_evaluator().baseline()
+
+
+def test_several_workers_share_the_queries_of_the_baseline() -> None:
+    alone = baselines(0, 1)
+    assert set(map(str, run_workers(baselines, 2))) == {str(alone)}
+
+
+def test_captions_and_texts_without_pairs_have_no_baseline() -> None:
+    judge, texts = knn_evaluator(), retrieval_evaluator()
+    assert RetrievalEvaluator(bank=judge.bank, test=judge.test, transform=judge.transform).baseline() == {}
+    assert KnnEvaluator(bank=texts.bank, test=texts.test, transform=texts.transform).baseline() == {}
+
+
+@pytest.mark.parametrize(("value", "is_reported"), [(0.8, True), (0.5, True), (0.81, False)])
+def test_an_encoder_that_is_not_better_than_the_baseline_is_reported(value: float, is_reported: bool) -> None:
+    lines: list[str] = []
+    for recipe, name in (("simclr", "knn_top1"), ("two_tower", "recall_at_10")):
+        final = {name: value, f"baseline_{name}": 0.8}
+        _warn_of_baseline(recipe_of(recipe), final, lines.append)
+        _warn_of_baseline(recipe_of(recipe), {name: value}, lines.append)
+    assert len(lines) == 2 * is_reported
+    if is_reported:
+        assert f"raw pixels on held-out rows: knn_top1 {value:.3f} and 0.800" in lines[0]
+        assert f"BM25 on held-out rows: recall_at_10 {value:.3f} and 0.800" in lines[1]
