@@ -67,6 +67,11 @@ class RayTrainer(TorchTrainer):
     The data set manager would delay every group, and raycl streams its own data.
     """
 
+    def __init__(self, *args: Any, began: float, **kwargs: Any) -> None:
+        """``began`` is when the run began, in seconds since 1970."""
+        super().__init__(*args, **kwargs)
+        self._began = began
+
     def _initialize_and_run_controller(self, **controller_init_kwargs: Any) -> Any:
         """Run the controller on the driver's node, with an environment of its own."""
         env_vars = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0"} | constants.get_env_vars_to_propagate()
@@ -82,6 +87,7 @@ class RayTrainer(TorchTrainer):
         found = super()._create_default_callbacks()
         kept = [each for each in found if not isinstance(each, PlacementGroupCleanerCallback)]
         context = _DataContextOnly(self.train_run_context, datasets={})
+        context.began = self._began
         return [context if isinstance(each, DatasetsCallback) else each for each in kept]
 
 
@@ -89,8 +95,11 @@ class RayTrainer(TorchTrainer):
 class _DataContextOnly(DatasetsCallback):
     """Pass the driver's settings of Ray Data to the workers, and no data sets."""
 
+    began = 0.0  # as in ``RayTrainer``
+
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
-        stand_by(2)  # the other one for the actor by which Ray Train synchronizes the workers of a group
+        # The other one is for the actor by which Ray Train synchronizes the workers of a group.
+        stand_by(2, began=self.began)
         return {}
 
 

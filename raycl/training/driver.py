@@ -119,6 +119,7 @@ def _train_group(job: Job, report: Printer) -> Outcome:
     filesystem, path = job.output.resolve()
     trainer = RayTrainer(
         run_worker,
+        began=job.began,
         # By reference: the controller would import all modules of the workers.
         train_loop_config={"job": ray.put(job)},
         scaling_config=ScalingConfig(

@@ -16,7 +16,8 @@ import ray
 from ray._private import ray_constants, worker
 
 HOOK = ray_constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR  # names the function that a new process calls
-_DELAY_S = 60.0  # a shorter run needs no other process, whose imports would take its CPUs
+_MIN_RUN_S = 60.0  # a shorter run needs no other process, whose imports would take its CPUs
+_DELAY_S = 5.0  # for the first steps of a group
 _KEPT_S = 7 * 24 * 3600
 _TIMEOUT_S = 10.0
 _IDLE_S = 2.0  # after the start of a process; an actor that it was started for arrives before
@@ -52,9 +53,9 @@ def import_controller() -> None:
     _run_if_idle(load)
 
 
-def stand_by(number: int = 1) -> None:
-    """Ask for processes that can replace this one, if this one still lives after a while."""
-    timer = threading.Timer(_DELAY_S, request_standby, [number])
+def stand_by(number: int = 1, *, began: float) -> None:
+    """Ask for processes that can replace this one, if this one still lives a minute after the run ``began``."""
+    timer = threading.Timer(max(_DELAY_S, began + _MIN_RUN_S - time.time()), request_standby, [number])
     timer.daemon = True
     timer.start()
 
