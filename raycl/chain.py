@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raycl.errors import DataError
+from raycl.splitmix import INCREMENT, mix
 from raycl.storage import Place
 
 CHAIN = "chain.jsonl"
@@ -141,16 +142,8 @@ def hash_of_draw(sample_id: NDArray[np.int64], epoch: int) -> int:
     changes the sum.
     """
     with np.errstate(over="ignore"):
-        x = sample_id.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + _mixed(np.uint64(epoch + 1))
-        return int(_mixed(_mixed(x)).sum(dtype=np.uint64))
-
-
-def _mixed(x: Any) -> Any:
-    """Mix 64 bits by splitmix64's finalizer."""
-    with np.errstate(over="ignore"):
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(31))
+        bits = sample_id.astype(np.uint64) * np.uint64(INCREMENT) + mix(np.uint64(epoch + 1))
+        return int(mix(mix(bits)).sum(dtype=np.uint64))
 
 
 def _parsed(line: str) -> dict[str, Any]:

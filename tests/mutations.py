@@ -1072,7 +1072,7 @@ MUTATIONS = [
     Mutation(
         "the count of samples ignores the epoch",
         "raycl/chain.py",
-        "+ _mixed(np.uint64(epoch + 1))",
+        "+ mix(np.uint64(epoch + 1))",
         "",
         "tests/test_certify.py",
     ),

@@ -458,6 +458,8 @@ def test_the_hash_of_a_draw_is_a_sum_over_samples_that_depends_on_the_epoch() ->
     assert parts % 2**64 == whole
     assert len({hash_of_draw(ids[:1], epoch) for epoch in range(100)}) == 100
     assert len({hash_of_draw(np.array([each]), 0) for each in range(1_000)}) == 1_000
+    # The checkpoints and chains of earlier runs have these sums.
+    assert (hash_of_draw(ids, 0), whole) == (83729651061763851, 796286392081069436)
     # A sample drawn in another epoch, or in the place of its neighbor.
     assert hash_of_draw(ids[:2], 0) + hash_of_draw(ids[2:], 1) != hash_of_draw(ids, 0) % 2**64
     assert hash_of_draw(np.array([1, 2, 2]), 0) != hash_of_draw(np.array([1, 2, 3]), 0)

@@ -21,7 +21,7 @@ from raycl.data.in_memory import InMemoryDataset, pixels_of
 from raycl.data.prefetch import Prefetched
 from raycl.data.read_stats import ReadStats
 from raycl.data.sources import ROWS_PER_FRAGMENT, RawRows, Source, find_source
-from raycl.data.split import make_split
+from raycl.data.split import Holdout, make_split
 from raycl.errors import DataError
 from raycl.training.coordinator import RunCoordinator
 from tests.images import encode
@@ -273,6 +273,21 @@ def test_held_out_rows_are_few_independent_of_order_and_never_trained_on() -> No
     assert np.array_equal(holdout.is_evaluated(ids), test | reference)
     assert np.array_equal(holdout.is_test(ids[::-1]), test[::-1])
     assert make_split(100, num_test=2_000, num_train=10_000, seed=0).test == 0.1  # at most a tenth
+
+
+def test_the_held_out_rows_of_a_seed_never_change() -> None:
+    # A resumed run, and an evaluation after it, must not train and test on the same rows.
+    holdout = Holdout(seed=3, test=0.1, reference=0.3)
+    held_out = [14, 17, 26, 34, 47, 52, 59, 66, 67, 68, 71, 80, 83]
+    assert np.flatnonzero(holdout.is_test(np.arange(100))).tolist() == held_out
+    assert np.flatnonzero(holdout.is_reference(np.arange(50))).tolist() == [0, 3, 6, 11, 12, 22, 33, 39, 42]
+    for seed, sample_id, value in (
+        (0, -1, "0x1.c9b2e2ee36ca5p-1"),
+        (2**70 + 5, 2**63 - 1, "0x1.ac2cc6659ba38p-1"),
+    ):
+        edge, ids = float.fromhex(value), np.array([sample_id], np.int64)
+        assert Holdout(seed=seed, test=np.nextafter(edge, 1)).is_test(ids)
+        assert not Holdout(seed=seed, test=edge).is_test(ids)
 
 
 def test_rows_are_read_by_position_from_all_tables() -> None:

@@ -5,11 +5,7 @@ import torch
 from torch import Tensor
 
 from raycl.errors import ConfigError
-
-# Increment and multipliers of splitmix64 (Steele, Lea & Flood, 2014).
-_INCREMENT = 0x9E3779B97F4A7C15
-_FIRST_MULTIPLIER = 0xBF58476D1CE4E5B9
-_SECOND_MULTIPLIER = 0x94D049BB133111EB
+from raycl.splitmix import FIRST_MULTIPLIER, INCREMENT, SECOND_MULTIPLIER
 
 _MANTISSA_BITS = 24  # a float32 holds every multiple of 2**-24 below 1 exactly
 
@@ -46,13 +42,13 @@ def uniforms(
 
 def _absorb(bits: Tensor, part: Tensor) -> Tensor:
     """Add a word to the hash; a bijection of ``part``, so equal prefixes never collide."""
-    return _mix(_mix(bits + _signed(_INCREMENT)) ^ part)
+    return _mix(_mix(bits + _signed(INCREMENT)) ^ part)
 
 
 def _mix(bits: Tensor) -> Tensor:
-    """Let every bit of an int64 change every other (the finalizer of splitmix64)."""
-    bits = (bits ^ _shift_right(bits, 30)) * _signed(_FIRST_MULTIPLIER)
-    bits = (bits ^ _shift_right(bits, 27)) * _signed(_SECOND_MULTIPLIER)
+    """Let every bit of an int64 change every other, as :func:`raycl.splitmix.mix` does."""
+    bits = (bits ^ _shift_right(bits, 30)) * _signed(FIRST_MULTIPLIER)
+    bits = (bits ^ _shift_right(bits, 27)) * _signed(SECOND_MULTIPLIER)
     return bits ^ _shift_right(bits, 31)
 
 

@@ -6,6 +6,8 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
+from raycl.splitmix import INCREMENT, mix
+
 MAX_FRACTION = 0.1
 
 
@@ -46,10 +48,6 @@ def make_split(num_rows: int, *, num_test: int, num_train: int, seed: int) -> Ho
 
 
 def _unit_hash(seed: int, sample_id: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Hash to [0, 1) by splitmix64's finalizer."""
-    with np.errstate(over="ignore"):
-        x = sample_id.astype(np.uint64) + np.uint64((seed * 2 + 1) * 0x9E3779B97F4A7C15 & (2**64 - 1))
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x ^= x >> np.uint64(31)
-    return (x >> np.uint64(11)).astype(np.float64) / 2**53
+    """Hash to [0, 1)."""
+    bits = mix(sample_id.astype(np.uint64) + np.uint64((seed * 2 + 1) * INCREMENT % 2**64))
+    return (bits >> np.uint64(11)).astype(np.float64) / 2**53
