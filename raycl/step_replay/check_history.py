@@ -1,0 +1,121 @@
+"""The checks of a run's files against its chain: settings, encoder, log and checkpoints."""
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any, final
+
+from raycl.chain import CHAIN, CHECKPOINT, END, START, kept_links, log_heads, read_chain, sha256_of_files
+from raycl.errors import DataError
+from raycl.inference.checkpoint_encoder import complete_checkpoints
+from raycl.records import CHECKPOINTS, METRICS, RESULT, STATE
+from raycl.step_replay.check import Check, checked
+from raycl.step_replay.record import RecordedRun
+
+
+@final
+class History:
+    """The chain of a run and the files that it binds; needs neither data nor torch."""
+
+    def __init__(self, run: RecordedRun) -> None:
+        self.run = run
+        self.links: list[dict[str, Any]] = []
+        self.kept: list[dict[str, Any]] = []
+        self.files: dict[str, str] = {}  # their hashes, of those that the chain binds
+
+    def checks(self) -> Iterator[Check]:
+        """Yield the checks of the chain, and if it is whole, of the files."""
+        whole = checked("chain", self._check_chain)
+        yield whole
+        if whole.passed:
+            yield checked("files", self._check_files)
+            yield checked("log", self._check_log)
+            yield checked("checkpoints", self._check_checkpoints)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run has ended."""
+        return self.run.result.get("status") == "finished"
+
+    @property
+    def starts(self) -> list[dict[str, Any]]:
+        """The links of all starts."""
+        return [link for link in self.links if link["kind"] == START]
+
+    def _check_chain(self) -> str:
+        output = self.run.output
+        self.links = links = read_chain(output)
+        if not links:
+            raise DataError(f"the run has no {CHAIN}: an older version of raycl made it")
+        self.kept = kept_links(links)
+        first = self.kept[0]
+        if first["kind"] != START or first["step"] != 0:
+            raise DataError(
+                f"{CHAIN} begins at step {first['step']}, without the history of the steps before"
+            )
+        result = self.run.result
+        if not self.is_finished:
+            return f"{len(links)} links up to step {links[-1]['step']:,}; the run has not finished"
+        if links[-1]["kind"] != END or result.get("chain") != links[-1]["hash"]:
+            raise DataError(f"the last link of {CHAIN} is not the one that result.json names")
+        final = {"steps": links[-1]["step"], **links[-1]["final"]}
+        found_final = {"steps": result.get("steps"), **result["final"]}
+        for name in final | found_final:
+            value, found = final.get(name), found_final.get(name)
+            is_same = found is None if value is None or not math.isfinite(value) else _is_close(found, value)
+            if not is_same or name not in final:
+                raise DataError(f"{name} is {value} in {CHAIN}, and {found} in {RESULT}")
+        return f"{len(links)} links, starts of workers: {len(self.starts)}, {links[-1]['step']:,} steps"
+
+    def _check_files(self) -> str:
+        bound = dict(self.starts[-1]["files"])
+        bound |= self.links[-1]["files"] if self.is_finished else {}
+        found = sha256_of_files(self.run.output, bound)
+        self.files |= found
+        for name, value in bound.items():
+            if found.get(name) != value:
+                how = "was changed" if name in found else "is missing"
+                raise DataError(f"{name} {how} since the run wrote it")
+        return ", ".join(bound)
+
+    def _check_log(self) -> str:
+        lines = (self.run.output / METRICS).read_text().splitlines()
+        heads = list(log_heads(lines))
+        bound = 0
+        for link in self.kept:
+            if "log" not in link:
+                continue
+            number = link["log"]["lines"]
+            if number >= len(heads) or heads[number] != link["log"]:
+                raise DataError(
+                    f"lines {bound + 1:,} to {number:,} of {METRICS} are not those of the run at step {link['step']:,}"
+                )
+            bound = number
+        losses = self.run.losses
+        for link in self.kept:
+            for step, loss in link.get("losses", {}).items():
+                logged = losses.get(int(step), {"loss": loss})["loss"]
+                if not _is_close(logged, loss):
+                    raise DataError(f"step {step} has loss {loss:g} in {CHAIN}, and {logged} in {METRICS}")
+        rest = [json.loads(line) for line in lines[bound:]]
+        if self.is_finished and any(line.get("event") != "tracking" for line in rest):
+            raise DataError(f"{METRICS} has lines after the end of the run")
+        return f"{bound:,} lines" + (f"; the last {len(rest):,} are not bound" if rest else "")
+
+    def _check_checkpoints(self) -> str:
+        bound = {link["name"]: link["state"] for link in self.links if link["kind"] == CHECKPOINT}
+        there = complete_checkpoints(self.run.output)
+        names = {name: f"{CHECKPOINTS}/{name}/{STATE}" for name in there}
+        found = sha256_of_files(self.run.output, names.values())
+        self.files |= found
+        for name, path in names.items():
+            if name not in bound:
+                raise DataError(f"the run did not save the checkpoint {name}")
+            if found.get(path) != bound[name]:
+                raise DataError(f"the checkpoint {name} is not the one that the run saved")
+        return ", ".join(names) or "none is left"
+
+
+def _is_close(found: Any, value: float) -> bool:
+    """Whether a number of a JSON file, with six digits, is this one."""
+    return isinstance(found, int | float) and math.isclose(found, value, rel_tol=1e-5)

@@ -1,0 +1,78 @@
+"""The checks of the rows that a run read, and of the samples that each epoch drew."""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, final
+
+import numpy as np
+
+from raycl.chain import hash_of_draw
+from raycl.data.fingerprint import fingerprint
+from raycl.errors import DataError
+from raycl.step_replay.check import Check, checked
+from raycl.step_replay.check_history import History
+from raycl.step_replay.find import drawn_ids
+from raycl.step_replay.rows import RunRows
+
+
+@final
+class DrawnRows:
+    """The rows of a run, and how often each epoch drew them."""
+
+    def __init__(self, history: History, rows: RunRows) -> None:
+        self._history, self._rows = history, rows
+        self.epochs: list[dict[str, int]] = []
+
+    def checks(self) -> Iterator[Check]:
+        """Yield the checks of the rows and of the samples of each epoch."""
+        yield checked("rows", self._check_rows)
+        yield checked("samples", self._check_samples)
+
+    def _check_rows(self) -> str:
+        found = fingerprint(*(table for tables in self._rows.job.blocks for table in tables))  # pyright: ignore[reportArgumentType]
+        for link in self._history.starts:
+            if link["rows"] != found:
+                raise DataError(
+                    f"the run read other rows at step {link['step']:,} than there are now at {', '.join(self._history.run.data)}"
+                )
+        return f"{len(self._rows.where):,} rows with the contents that the run read"
+
+    def _check_samples(self) -> str:
+        """Compare the samples that the run drew with the order that the seed determines."""
+        bound: dict[int, set[int | None]] = {}
+        for link in self._history.kept:
+            if "drawn" in link:
+                bound.setdefault(link["step"], set()).add(link["drawn"])
+        step, total, num_train = 0, 0, sum(self._rows.job.num_train)
+        last = max(bound, default=0)
+        of_epoch: list[Any] = []
+        for position, ids in islice(drawn_ids(self._rows), last):
+            if of_epoch and position.epoch_step == 0:
+                self.epochs.append(_counted(len(self.epochs), of_epoch, num_train))
+                of_epoch = []
+            step, total = position.step + 1, (total + hash_of_draw(ids, position.epoch)) % 2**64
+            of_epoch.append(ids)
+            if bound.get(step, {total}) != {total}:
+                raise DataError(
+                    f"up to step {step:,} the run drew other samples than the order of its seed has: some were skipped, or "
+                    "drawn twice"
+                )
+        if step < last:
+            raise DataError(f"the run made {last:,} steps, and its settings have {step:,}")
+        if of_epoch:
+            self.epochs.append(_counted(len(self.epochs), of_epoch, num_train))
+        twice = sum(epoch["drawn_twice"] for epoch in self.epochs)
+        # By class, samples are drawn with repetition, and two data sets may have equal ids.
+        is_once = (
+            self._history.run.config.data.samples_per_class is None and len(self._rows.job.num_train) == 1
+        )
+        if twice and is_once:
+            raise DataError(f"{twice:,} samples were drawn twice in an epoch")
+        drawn = sum(epoch["drawn"] for epoch in self.epochs)
+        return f"{drawn:,} in {len(self.epochs)} epochs of {num_train:,} training samples, {twice:,} twice in an epoch"
+
+
+def _counted(epoch: int, batches: Sequence[Any], num_train: int) -> dict[str, int]:
+    ids = np.concatenate(batches)
+    distinct = len(np.unique(ids))
+    return {"epoch": epoch, "samples": num_train, "drawn": len(ids), "drawn_twice": len(ids) - distinct}

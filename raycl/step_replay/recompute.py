@@ -1,0 +1,119 @@
+"""The check of a run's losses: some of its steps are computed again in float64."""
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+from raycl.chain import CHAIN, START
+from raycl.errors import ConfigError, DataError
+from raycl.inference.checkpoint_encoder import complete_checkpoints
+from raycl.step_replay.check_history import History
+from raycl.step_replay.float64 import has_dropout, losses_in_float64
+from raycl.step_replay.restore import train_until
+from raycl.step_replay.rows import RunRows
+from raycl.training.checkpoint import numbers_of
+from raycl.training.process import available_cores, prepared_process
+
+_EXACT = 1e-5  # relative difference of a loss in float32 right after a checkpoint
+_AFTER_UPDATE = 2e-4  # of the loss after one update in float32
+_BFLOAT16 = 2e-2  # of all losses of a run in bfloat16
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RecomputedStep:
+    """A step that was computed again in float64, after ``checkpoint`` (None for the start of the run).
+
+    ``workers`` made it in the run. ``updates`` is the number of updates that were computed again before it.
+    """
+
+    step: int
+    checkpoint: str | None
+    workers: int
+    updates: int
+    loss: float
+    recorded_loss: float
+    relative_difference: float
+    is_equal: bool
+
+
+@final
+class RecomputedSteps:
+    """The steps of a run that can be computed again, and those that were."""
+
+    def __init__(self, history: History, rows: RunRows) -> None:
+        self._history, self._rows = history, rows
+        self.steps: list[RecomputedStep] = []
+
+    def check(self, num_steps: int) -> str:
+        """Compute about this many steps again, chosen at random, and compare their losses with the recorded ones."""
+        groups, refused = list(self._recomputable()), ""
+        random.SystemRandom().shuffle(groups)
+        with prepared_process(available_cores()):
+            for start, losses in groups:
+                if len(self.steps) < num_steps:
+                    try:
+                        self.steps += self._recompute(start, losses)
+                    except ConfigError as error:  # one process cannot repeat these steps
+                        refused = str(error)
+        self.steps.sort(key=lambda each: each.step)
+        wrong = [each for each in self.steps if not each.is_equal]
+        if wrong:
+            first = wrong[0]
+            raise DataError(
+                f"step {first.step:,} has loss {first.recorded_loss:.8g} in {CHAIN}, and {first.loss:.8g} when it is computed "
+                "again"
+            )
+        if refused and not self.steps:
+            raise ConfigError(refused)
+        there = sum(len(losses) for _, losses in groups)
+        return f"{len(self.steps)} of {there} steps next to a checkpoint that is left, or to the start"
+
+    def _recomputable(self) -> Iterator[tuple[dict[str, Any], dict[int, float]]]:
+        """Yield the start link and the recorded losses of successive steps whose state before them is left."""
+        saved = [
+            numbers
+            for name in complete_checkpoints(self._history.run.output)
+            if (numbers := numbers_of(name))
+        ]
+        start = self._history.starts[-1]
+        now = start["settings"]
+        for link in self._history.kept:
+            if link["kind"] == START:
+                start = link
+            losses = {int(step): loss for step, loss in link.get("losses", {}).items()}
+            # With other settings, for example more epochs, the learning rate was another one.
+            if not losses or start["settings"] != now:
+                continue
+            first = min(losses)
+            before = [rollbacks for step, _, rollbacks in saved if step == first - 1]
+            before += [0] if first == 1 else []
+            if any(self._history.run.is_kept(first, rollbacks=rollbacks) for rollbacks in before):
+                yield start, losses
+
+    def _recompute(self, start: Mapping[str, Any], losses: Mapping[int, float]) -> list[RecomputedStep]:
+        """Compute successive steps again; raises ``ConfigError`` if one process cannot repeat them."""
+        first = min(losses)
+        before = train_until(self._rows, first, workers=start["workers"])
+        if before.first_step != first:
+            raise ConfigError(f"the state before step {first:,} cannot be read")
+        if start["device"] != "cpu" and has_dropout(before.runner):
+            raise ConfigError("the run drew dropout on a GPU, whose random numbers a CPU does not repeat")
+        found = []
+        for updates, loss in enumerate(losses_in_float64(before, len(losses))):
+            recorded = losses[first + updates]
+            difference = abs(loss - recorded) / max(abs(recorded), 1.0)
+            limit = _AFTER_UPDATE if updates else _EXACT
+            step = RecomputedStep(
+                step=first + updates,
+                checkpoint=before.checkpoint,
+                workers=start["workers"],
+                updates=updates,
+                loss=loss,
+                recorded_loss=recorded,
+                relative_difference=difference,
+                is_equal=difference <= (limit if start["precision"] == "float32" else _BFLOAT16),
+            )
+            found.append(step)
+        return found
