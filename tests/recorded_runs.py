@@ -63,7 +63,6 @@ def record_run(config: RunConfig, data: Path, output: Path, *, checkpoints: tupl
         vocabulary = count_tokens(config.text, None, source.columns, [source])
     described = describe_data([source.uri], [source.num_rows], source.classes, streamed=False)
     save_run_files(place, config, described, vocabulary)
-    write_result(place, {"status": "running"})
     by_worker = run_workers(train, config.workers, str(output), checkpoints)
     ids = [list(chain(*of_step)) for of_step in zip(*(each for _, each in by_worker), strict=True)]
     (place / "ids.json").write_text(json.dumps(ids))

@@ -19,12 +19,13 @@ from typer.testing import CliRunner
 import raycl
 from raycl.chain import CHAIN, Chain, hash_of_draw, kept_links, log_heads, read_chain
 from raycl.cli.main import app
+from raycl.config.overrides import override
 from raycl.data.fingerprint import fingerprint
 from raycl.data.sampler import InMemorySampler
 from raycl.errors import ConfigError, DataError
 from raycl.step_replay.certificate import Certificate
 from raycl.storage import Place
-from raycl.training.preflight import hash_of_settings
+from raycl.training.preflight import hash_of_settings, save_run_files
 from raycl.training.run_chain import RunChain
 from raycl.training.stages import Position
 from tests import recorded_runs
@@ -164,6 +165,42 @@ def test_an_unfinished_run_is_certified_up_to_its_last_checkpoint(copy: Path) ->
     assert found.is_valid, str(found)
     assert "this unfinished run wrote its settings, its checkpoints and its log up to step 12" in found.proves
     assert "the last 5 are not bound" in str(found)
+
+
+def started_again(run: Path, **settings: Any) -> None:
+    """Let ``--resume`` write its files, and end before the workers start."""
+    config = raycl.config_from_yaml((run / "config.yaml").read_text())
+    described = json.loads((run / "data.json").read_text())
+    save_run_files(Place(str(run)), override(config, settings), described, None)
+
+
+def test_a_finished_run_whose_second_start_ended_before_the_workers_is_unfinished(copy: Path) -> None:
+    (copy / "encoder.json").write_text("{}")
+    spec = {"encoder.json": hashlib.sha256(b"{}").hexdigest()}
+    rewritten(copy / CHAIN, lambda links: links[-1].update(files=spec))
+    with_new_hashes(copy)
+    assert raycl.certify(copy, steps=0).proves.startswith("It proves that the files of this run")
+    started_again(copy)
+    assert not (copy / "encoder.json").exists()
+    found = raycl.certify(copy, steps=0)
+    assert found.is_valid, str(found)
+    assert "this unfinished run wrote its settings, its checkpoints and its log up to step 17" in found.proves
+
+
+def test_a_longer_run_whose_workers_did_not_start_is_certified_once_they_do(copy: Path) -> None:
+    started_again(copy, **{"stages.0.steps": 20})
+    found = raycl.certify(copy, steps=0)
+    assert failed(found) == ["files"]
+    assert "config.yaml was changed after the workers last started" in str(found)
+    assert "continue the run with --resume" in str(found)
+    config = raycl.config_from_yaml((copy / "config.yaml").read_text())
+    place, restored = Place(str(copy)), {"drawn": 0, "checkpoint": "step-00000012"}
+    job: Any = SimpleNamespace(
+        output=place, fingerprint=read_chain(place)[0]["rows"], config=config, coordinator=None
+    )
+    RunChain(job, config, dict, Position(step=12), restored, torch.device("cpu"))
+    found = raycl.certify(copy, steps=0)
+    assert found.is_valid, str(found)
 
 
 def test_a_damaged_log_is_one_line(copy: Path) -> None:

@@ -75,6 +75,11 @@ class History:
         for name, value in bound.items():
             if found.get(name) != value:
                 how = "was changed" if name in found else "is missing"
+                if not self.is_finished and name in found:
+                    raise DataError(
+                        f"{name} was changed after the workers last started, by another program or by a --resume that ended "
+                        "before they started again; in that case continue the run with --resume"
+                    )
                 raise DataError(f"{name} {how} since the run wrote it")
         return ", ".join(bound)
 

@@ -174,7 +174,6 @@ def train_validated(
             run.lease.check()
             save_run_files(output, config, described, vocabulary)
             shutdown.begin()
-            write_result(output, {"status": "running"})
             with _write_error(run, shutdown), unwrap_ray_errors():
                 final = train_in_groups(job, shutdown, report, quiet=quiet)
                 shutdown.end()

@@ -24,7 +24,7 @@ from raycl.gpus import are_missing, check_gpus
 from raycl.lease import Lease, writing
 from raycl.models.registry import SPEC, TOKENIZER, check_encoder_name
 from raycl.provenance import save_command_line
-from raycl.records import CONFIG, DATA
+from raycl.records import CONFIG, DATA, write_result
 from raycl.storage import Place, absolute
 from raycl.tokenization import Vocabulary
 from raycl.tracking import check_trackers
@@ -361,6 +361,8 @@ def save_run_files(
     output: Place, config: RunConfig, described: dict[str, Any], vocabulary: Vocabulary | None
 ) -> None:
     """Write the files that a resumed run reads, and delete the encoder's spec until the run ends."""
+    # First: a finished run that is started again is no longer finished, whenever this process ends.
+    write_result(output, {"status": "running"})
     (output / SPEC).delete()  # until then, the encoder is the one of the last checkpoint
     (output / CONFIG).write_text(config_to_yaml(config))
     (output / DATA).write_text(json.dumps(described) + "\n")
