@@ -23,7 +23,7 @@ class DemoPlan:
     config: RunConfig
 
 
-def plan_demo(output: str, *, workers: int = 2, epochs: int) -> DemoPlan:
+def plan_demo(output: str, *, workers: int, epochs: int) -> DemoPlan:
     """Check the output; raises ``ConfigError`` if it holds an earlier demo, or ``StorageError``."""
     config = _config(workers=workers, epochs=epochs)
     place = Place(output)

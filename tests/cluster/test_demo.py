@@ -57,4 +57,4 @@ def test_the_demo_ends_with_a_table_and_a_picture(
     with Image.open(output / "neighbors.png") as picture:
         assert picture.width > picture.height > 400
     with pytest.raises(ConfigError, match="earlier demo"):
-        plan_demo(str(output), epochs=1)
+        plan_demo(str(output), workers=1, epochs=1)
