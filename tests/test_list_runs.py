@@ -77,6 +77,15 @@ def test_a_failed_run_has_the_planned_steps_and_no_figure_that_a_rollback_undid(
     assert (run.num_epochs, run.metric, run.best) == (None, "recall_at_10", 0.6)
 
 
+def test_a_run_of_epochs_that_has_not_finished_has_the_steps_of_its_log(tmp_path: Path) -> None:
+    lines = [line_of(step, num_steps=400) for step in (110, 120)]
+    run = only(write_run(tmp_path, lines, settings={"stages.0.epochs": 8}, result={"status": "running"}))
+    assert (run.step, run.num_steps, run.epoch, run.num_epochs) == (120, 400, 2, 8)
+    # The settings of a new start are newer than the lines.
+    run = only(write_run(tmp_path, lines, settings=STEPS, result={"status": "running"}))
+    assert (run.step, run.num_steps) == (120, 300)
+
+
 def test_a_run_without_log_and_a_damaged_one_are_listed(tmp_path: Path) -> None:
     new = write_run(tmp_path / "new", [])
     (new / "metrics.jsonl").unlink()

@@ -181,6 +181,7 @@ def test_goodput_counts_no_step_of_a_lost_group(manual_clock: ManualClock, tmp_p
     assert failures(output) == [{"step": 10, "text": text, "lost_seconds": 47.0, "repeated_steps": 6}]
     # Training of 50 s before the checkpoint and 53 s after the failure, in 155 s.
     last = read_metrics(output)[-1]
+    assert {line["num_steps"] for line in read_metrics(output)} == {90}
     assert (last["step"], last["wall_seconds"], last["seconds"]) == (20, 155.0, 103.0)
     assert last["goodput"] == pytest.approx(103 / 155, rel=1e-5)
     assert wall_seconds(output) == 155.0

@@ -35,7 +35,7 @@ class RunSummary:
         status: ``finished``, ``stopped``, ``failed``, ``running``, or ``unfinished`` if it has no result and no
             process writes to it.
         step: the last logged step.
-        num_steps: the planned steps, None if the run counts epochs and has not finished.
+        num_steps: the planned steps, None if the run counts epochs and has no log, or an older version trains it.
         epoch: the complete epochs.
         num_epochs: the planned epochs, None if the run counts steps.
         metric: the metric of the periodic evaluation, None if there was none.
@@ -102,7 +102,7 @@ def _summary(output: Place, entries: Mapping[str, fs.FileInfo]) -> RunSummary | 
         recipe=config["recipe"],
         status=status,
         step=result.get("steps", last.get("step")),
-        num_steps=result.get("steps", _planned(config["stages"], "steps")),
+        num_steps=result.get("steps", _planned(config["stages"], "steps") or last.get("num_steps")),
         epoch=result.get("epochs", last.get("epoch")),
         num_epochs=_planned(config["stages"], "epochs"),
         metric=metric,

@@ -17,7 +17,8 @@ FOLDER = "tensorboard"  # below the output
 CLOSE_TIMEOUT_S = 30.0
 
 _EXTRAS = ("mlflow", "wandb")  # names of settings, packages and extras
-_AXES = ("step", "time")  # every tracker stores them beside the metrics
+# Every tracker stores step and time beside the metrics, and the planned number of steps is no curve.
+_AXES = ("step", "num_steps", "time")
 
 
 @final

@@ -55,6 +55,7 @@ class MetricsLogger:
             return
         line = {
             "step": position.step,
+            "num_steps": self._num_steps,
             "samples": position.samples,
             "epoch": position.epoch,
             "stage": position.stage,

@@ -161,6 +161,7 @@ def test_metrics_have_one_line_per_step_and_evaluations_between(finished: Finish
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, finished.result.steps + 1))
     assert {"step", "epoch", "stage", "loss", "learning_rate", "samples_per_second"} <= steps[0].keys()
+    assert {line["num_steps"] for line in lines} == {finished.result.steps}
     evaluated = [line["step"] for line in lines if "knn_top1" in line]
     assert evaluated[0] == 0
     assert evaluated[-1] == finished.result.steps
