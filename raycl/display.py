@@ -65,13 +65,22 @@ class EvaluationResult(dict[str, Any], Displayable):
     """The metrics of an evaluation: a dictionary, ready for JSON, that a notebook shows as a table."""
 
     def to_table(self) -> Table:
-        """Show single values; lists, for example of examples, are counted."""
-        facts = {
-            name: f"{len(value)} of them" if isinstance(value, list) else value
-            for name, value in self.items()
-            if name != "measure"
-        }
-        return Table(title=str(self.get("measure", "scores")), facts=flatten(facts))
+        """Show the metrics in rows, with the encoder and its baselines in columns; lists are counted."""
+        own = {name: value for name, value in self.items() if name not in ("measure", "hybrid", "baseline")}
+        values = flatten({n: f"{len(v)} of them" if isinstance(v, list) else v for n, v in own.items()})
+        metrics = [name for name, value in values.items() if isinstance(value, float)]
+        columns = {"encoder": values}
+        for name, value in {"hybrid": self.get("hybrid"), **self.get("baseline", {})}.items():
+            if isinstance(value, Mapping):
+                columns[name] = flatten(value)
+            elif isinstance(value, float):  # of the only metric
+                columns[name] = dict.fromkeys(metrics, value)
+        return Table(
+            title=str(self.get("measure", "scores")),
+            facts={name: value for name, value in values.items() if name not in metrics},
+            columns=("metric", *columns),
+            rows=[(name, *(column.get(name) for column in columns.values())) for name in metrics],
+        )
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

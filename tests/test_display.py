@@ -73,7 +73,8 @@ NEIGHBORS = Neighbors(
     newest_step=1_234,
 )
 SCORES = EvaluationResult(
-    {"measure": "retrieval", "recall_at_10": 0.5, "num_test": 12_345, "baseline": {"tfidf": {"mrr": 0.25}}, "examples": [{"query": EVIL}] * 3}
+    {"measure": "retrieval", "recall_at_10": 0.5, "num_test": 12_345, "hybrid": {"recall_at_10": 0.75},
+     "baseline": {"tfidf": {"recall_at_10": 0.25}}, "examples": [{"query": EVIL}] * 3}
 )  # fmt: skip
 VALUES: dict[str, Displayable] = {
     "bank": stats(),
@@ -129,14 +130,30 @@ def test_ipython_prints_the_lines_in_a_terminal() -> None:
 
 def test_scores_are_a_json_serializable_dictionary() -> None:
     assert json.loads(json.dumps(SCORES)) == dict(SCORES)
-    assert SCORES["baseline"]["tfidf"]["mrr"] == 0.25
+    assert SCORES["baseline"]["tfidf"]["recall_at_10"] == 0.25
 
 
-def test_scores_show_nested_values_by_path_and_count_examples() -> None:
-    facts = SCORES.to_table().facts
-    assert facts["baseline.tfidf.mrr"] == 0.25
-    assert facts["examples"] == "3 of them"
-    assert "measure" not in facts and SCORES.to_table().title == "retrieval"
+def test_scores_stand_beside_their_baselines_and_examples_are_counted() -> None:
+    table = SCORES.to_table()
+    assert table.title == "retrieval"
+    assert table.facts == {"num_test": 12_345, "examples": "3 of them"}
+    assert (table.columns, table.rows) == (
+        ("metric", "encoder", "hybrid", "tfidf"),
+        [("recall_at_10", 0.5, 0.75, 0.25)],
+    )
+
+
+def test_a_baseline_of_one_number_and_scores_by_data_set_are_shown() -> None:
+    knn = EvaluationResult(
+        {"measure": "knn", "top1": 0.5, "num_test": 3, "baseline": {"pixels": 0.25, "num_train": 9}}
+    )
+    assert knn.to_table().columns == ("metric", "encoder", "pixels")
+    assert knn.to_table().rows == [("top1", 0.5, 0.25)]
+    scores = {"spearman": {"stsb": 0.5}, "mean": 0.5}
+    sts = EvaluationResult(
+        {"measure": "sts", **scores, "baseline": {"tfidf": {"spearman": {"sick": 0.1}, "mean": 0.1}}}
+    )
+    assert sts.to_table().rows == [("spearman.stsb", 0.5, None), ("mean", 0.5, 0.1)]
 
 
 def test_neighbor_ids_and_steps_are_shown_without_separators() -> None:

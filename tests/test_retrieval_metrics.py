@@ -1,19 +1,22 @@
 """Retrieval scores by relevance, scores of labeled pairs by similarity, and exact search."""
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from raycl.errors import ConfigError, DataError, RayclError
 from raycl.evaluation import metrics, nearest
 from raycl.evaluation import search as search_module
 from raycl.evaluation.metrics import average_precision, retrieval_scores
-from raycl.evaluation.search import search
+from raycl.evaluation.search import fuse, search
 
 Positions = NDArray[np.int64]
 
@@ -191,6 +194,28 @@ def test_only_blocks_with_exclusions_search_for_extra_documents(monkeypatch: pyt
     excluded = rows([5, 1], [5, 2], [5, 7], [5, 7], [6, 0])
     search(draw(10, 3, seed=0), draw(20, 3, seed=1), k=2, excluded=excluded)
     assert asked == [(4, 2), (4, 5), (2, 2)]
+
+
+def plain_fusion(*rankings: list[int]) -> list[int]:
+    scores: dict[int, Fraction] = {}
+    for ranking in rankings:
+        for place, document in enumerate(ranking, 1):
+            scores[document] = scores.get(document, Fraction(0)) + Fraction(1, 60 + place)
+    return sorted(scores, key=lambda document: (-scores[document], document))
+
+
+@given(
+    st.lists(st.tuples(*[st.lists(st.integers(0, 12), unique=True, max_size=7)] * 2), min_size=1, max_size=4)
+)
+def test_fused_rankings_equal_a_sum_of_fractions(queries: list[tuple[list[int], list[int]]]) -> None:
+    one, other = (
+        [[*each, *[-1] * (7 - len(each))] for each in rankings] for rankings in zip(*queries, strict=True)
+    )
+    found = fuse(np.array(one), np.array(other))
+    assert found.shape == (len(queries), 14)
+    for row, rankings in zip(found, queries, strict=True):
+        expected = plain_fusion(*rankings)
+        assert row.tolist() == [*expected, *[-1] * (14 - len(expected))]
 
 
 @pytest.mark.parametrize(

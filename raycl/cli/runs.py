@@ -42,7 +42,7 @@ def evaluate(
     with contextlib.nullcontext() if written is None else writing(written, is_file=True) as lease:
         result = evaluate_run(measure, run=run, train=train, test=test, **options)  # pyright: ignore[reportArgumentType]
         text = json.dumps({key: value for key, value in result.items() if key != "examples"})
-        print(text, flush=True)
+        print(result if sys.stdout.isatty() else text, flush=True)
         if written is not None and lease is not None:
             lease.check()
             written.write_text(text + "\n")

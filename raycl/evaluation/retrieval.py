@@ -16,7 +16,7 @@ from raycl.display import EvaluationResult
 from raycl.errors import ConfigError, DataError
 from raycl.evaluation.lexical_baselines import bm25_search, tfidf_search, tfidf_similarity
 from raycl.evaluation.metrics import average_precision, retrieval_scores
-from raycl.evaluation.search import search
+from raycl.evaluation.search import fuse, search
 from raycl.inference.embed import embed_values
 from raycl.inference.encoder import read_encoders
 from raycl.inference.reading import Values, read_values
@@ -94,7 +94,7 @@ def evaluate_retrieval(
     Returns ``recall_at_1``, ``recall_at_5``, ``recall_at_10``, ``ndcg_at_10``, ``mrr`` and ``map``;
     ``average_precision`` over the pairs of ``test`` if they have labels of both kinds; the numbers of rows
     ``num_train``, ``num_test`` and ``num_invalid``; and for texts the same metrics of TF-IDF and BM25 as
-    ``baseline``. ``examples`` adds that many queries with their nearest documents. Raises ``DataError`` if a
+    ``baseline``, and of the encoder's ranking fused with BM25's as ``hybrid``. ``examples`` adds that many queries with their nearest documents. Raises ``DataError`` if a
     column is missing or nothing is relevant; ``ConfigError`` if only one of ``queries`` and ``documents``
     is given, or ``train`` beside them, or for images any set beside ``test``, or if the run has an encoder
     of images but none of captions.
@@ -145,13 +145,19 @@ def _evaluate_texts(
     task: Task, encoders: list[SavedEncoder], options: dict[str, Any], *, baseline: bool, examples: int
 ) -> dict[str, Any]:
     query, document = _embed(task, encoders, options)
-    result: dict[str, Any] = dict(_scores(task, query, document))
+    _, ranked = search(query, document, k=DEPTH, excluded=task.excluded)
+    result: dict[str, Any] = dict(retrieval_scores(ranked, task.relevance))
     if task.labeled is not None:
         similarity = (normalize(query)[task.labeled[:, 0]] * normalize(document)[task.labeled[:, 1]]).sum(1)
         result["average_precision"] = average_precision(similarity.numpy(), task.labeled[:, 2])
     result |= task.sizes
     if baseline:
-        result["baseline"] = _lexical_baseline(task)
+        rankings = {
+            name: find(task.queries, task.documents, k=DEPTH, excluded=task.excluded)[1]
+            for name, find in (("tfidf", tfidf_search), ("bm25", bm25_search))
+        }
+        result["hybrid"] = retrieval_scores(fuse(ranked, rankings["bm25"])[:, :DEPTH], task.relevance)
+        result["baseline"] = _lexical_baseline(task, rankings)
     if examples:
         result["examples"] = _examples(task, query, document, examples)
     return result
@@ -168,11 +174,10 @@ def _scores(task: Task, query: Tensor, document: Tensor, *, any_is_enough: bool 
     return retrieval_scores(ranked, task.relevance, any_is_enough=any_is_enough)
 
 
-def _lexical_baseline(task: Task) -> dict[str, Any]:
-    baseline: dict[str, Any] = {}
-    for name, find in (("tfidf", tfidf_search), ("bm25", bm25_search)):
-        _, ranked = find(task.queries, task.documents, k=DEPTH, excluded=task.excluded)
-        baseline[name] = retrieval_scores(ranked, task.relevance)
+def _lexical_baseline(task: Task, rankings: dict[str, NDArray[np.int64]]) -> dict[str, Any]:
+    baseline: dict[str, Any] = {
+        name: retrieval_scores(ranked, task.relevance) for name, ranked in rankings.items()
+    }
     if task.labeled is not None:
         query = [task.queries[number] for number in task.labeled[:, 0]]
         document = [task.documents[number] for number in task.labeled[:, 1]]

@@ -10,6 +10,7 @@ from raycl.evaluation.knn import nearest
 # Similarity and document position, both [num_queries, k], best first; -inf and -1 mark an empty place.
 Ranking = tuple[NDArray[np.floating], NDArray[np.int64]]
 
+_FUSION_OFFSET = 60  # as in the paper
 _QUERIES = 1_024  # per block: a query with many exclusions costs memory in its block only
 
 
@@ -44,6 +45,23 @@ def search(
         number = np.arange(len(part))[:, None] * len(documents) + index
         parts.append(_without(np.isin(number, own), similarity, index, width))
     return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+
+
+def fuse(*rankings: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Merge rankings of the same queries by reciprocal rank fusion (Cormack, Clarke and Buettcher, 2009).
+
+    Each is [num_queries, k], document positions, best first; -1 marks an empty place. A document scores the sum of
+    1 / (60 + its rank) over the rankings that have it. Returns [num_queries, sum of all k], with the documents of
+    equal score in order of position, and -1 in empty places.
+    """
+    width = sum(ranking.shape[1] for ranking in rankings)
+    merged = np.full((len(rankings[0]), width), -1, dtype=np.int64)
+    gains = np.concatenate([1 / (_FUSION_OFFSET + 1 + np.arange(each.shape[1])) for each in rankings])
+    for row, found in enumerate(np.concatenate(rankings, axis=1)):
+        documents, number = np.unique(found[found >= 0], return_inverse=True)
+        order = np.argsort(-np.bincount(number, weights=gains[found >= 0]), kind="stable")
+        merged[row, : len(documents)] = documents[order]
+    return merged
 
 
 def ranking_width(k: int, num_queries: int, num_documents: int) -> int:

@@ -211,6 +211,7 @@ def test_retrieval_is_evaluated_beside_a_lexical_baseline_and_shows_examples(
     assert found["baseline"]["bm25"]["recall_at_10"] > 0.9  # queries consist of words of their document
     assert 0 < found["ndcg_at_10"] <= 1
     assert 0 < found["average_precision"] <= 1
+    assert found["ndcg_at_10"] <= found["hybrid"]["ndcg_at_10"] <= 1
     assert len(found["examples"]) == 2
     assert found["num_test"] == 200
 
