@@ -1,7 +1,7 @@
 """Run the demo: pretrain, compare with raw pixels and an untrained encoder, draw neighbors."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -28,7 +28,7 @@ from raycl.report.writer import reported
 from raycl.training.launch import train
 
 LABELS_PER_CLASS = 10
-NUM_QUERIES, NUM_NEIGHBORS = 8, 6
+NUM_DIGITS, NUM_NEIGHBORS = 10, 6
 RIGHT, WRONG = "#1a9850", "#d73027"
 
 
@@ -63,13 +63,22 @@ def run_demo(plan: DemoPlan, *, debug: bool = False) -> dict[str, dict[str, floa
     assert isinstance(encoder, ImageEncoder), "the demo trains on digits"
     image_format = ImageFormat(size=CANVAS, channels=1)
     train_rows, test_rows = (read_images(uri, image_format) for uri in (train_uri, test_uri))
-    found = _represent(encoder, train_rows, test_rows)
-    scores = {each.name: _score(each, train_rows, test_rows) for each in found}
+    scores, figure = compare(encoder, train_rows, test_rows)
     console.print(_table(scores))
-    picture = place / "neighbors.png"
-    picture.write_bytes(_draw_neighbors(found, train_rows, test_rows))
+    picture, stream = place / "neighbors.png", io.BytesIO()
+    figure.savefig(stream, format="png")
+    picture.write_bytes(stream.getvalue())
     console.print(f"neighbors before and after: {picture}", soft_wrap=True)
     return scores
+
+
+def compare(
+    encoder: ImageEncoder, train: InMemoryDataset, test: InMemoryDataset
+) -> tuple[dict[str, dict[str, float]], Figure]:
+    """Return kNN and linear accuracy of each representation, and a figure of neighbors before and after training."""
+    found = _represent(encoder, train, test)
+    scores = {each.name: _score(each, train, test) for each in found}
+    return scores, draw_neighbors(found, scores, train, test)
 
 
 def _represent(encoder: ImageEncoder, train: InMemoryDataset, test: InMemoryDataset) -> list[Representation]:
@@ -107,22 +116,27 @@ def _table(scores: dict[str, dict[str, float]]) -> Table:
     return table
 
 
-def _draw_neighbors(found: Sequence[Representation], train: InMemoryDataset, test: InMemoryDataset) -> bytes:
-    """Return a PNG: queries at the left, then one block of neighbors per representation."""
-    queries = np.array([np.flatnonzero(test.label == label)[0] for label in range(NUM_QUERIES)])
+def draw_neighbors(
+    found: Sequence[Representation],
+    scores: Mapping[str, Mapping[str, float]],
+    train: InMemoryDataset,
+    test: InMemoryDataset,
+) -> Figure:
+    """Draw a query of each digit at the left, then one block of neighbors per representation, with its kNN accuracy."""
+    queries = np.array([np.flatnonzero(test.label == label)[0] for label in range(NUM_DIGITS)])
     num_columns = 1 + len(found) * (NUM_NEIGHBORS + 1)
-    figure = Figure(figsize=(0.55 * num_columns, 0.6 * len(queries) + 0.9), dpi=150)
+    figure = Figure(figsize=(0.55 * num_columns, 0.6 * len(queries) + 1.1), dpi=150, facecolor="white")
     FigureCanvasAgg(figure)
     # A narrow empty column separates the blocks.
     widths = [1.0] + [0.35, *[1.0] * NUM_NEIGHBORS] * len(found)
-    margins = {"left": 0.01, "right": 0.99, "top": 0.9, "bottom": 0.08}
+    margins = {"left": 0.01, "right": 0.99, "top": 0.89, "bottom": 0.07}
     grid = figure.add_gridspec(
         len(queries), num_columns, width_ratios=widths, wspace=0.08, hspace=0.12, **margins
     )
 
     def write_title(text: str, first: int, last: int) -> None:
         left, right = (grid[0, column].get_position(figure) for column in (first, last))
-        figure.text((left.x0 + right.x1) / 2, 0.925, text, ha="center", fontsize=9)
+        figure.text((left.x0 + right.x1) / 2, 0.91, text, ha="center", fontsize=14)
 
     write_title("query", 0, 0)
     query_rows = test.take(queries)
@@ -130,7 +144,8 @@ def _draw_neighbors(found: Sequence[Representation], train: InMemoryDataset, tes
         _show(figure.add_subplot(grid[row, 0]), image, "black")
     for block, each in enumerate(found):
         first = 2 + block * (NUM_NEIGHBORS + 1)
-        write_title(f"nearest by {each.name}", first, first + NUM_NEIGHBORS - 1)
+        title = f"nearest by {each.name}\nkNN accuracy {scores[each.name]['knn']:.3f}"
+        write_title(title, first, first + NUM_NEIGHBORS - 1)
         _, neighbors = nearest(each.test[torch.from_numpy(queries)], each.train, k=NUM_NEIGHBORS)
         for row, positions in enumerate(neighbors.numpy()):
             rows = train.take(positions)
@@ -142,10 +157,8 @@ def _draw_neighbors(found: Sequence[Representation], train: InMemoryDataset, tes
                     where: Any = {"transform": axes.transAxes, "ha": "right", "va": "top"}
                     axes.text(0.95, 0.95, "\u00d7", color=WRONG, weight="bold", **where)
     legend = "green frame: same digit; red frame and cross: another digit"
-    figure.text(0.5, 0.02, legend, ha="center", fontsize=8)
-    stream = io.BytesIO()
-    figure.savefig(stream, format="png")
-    return stream.getvalue()
+    figure.text(0.5, 0.02, legend, ha="center", fontsize=14)
+    return figure
 
 
 def _show(axes: Any, image: np.ndarray, color: str) -> None:
@@ -153,4 +166,4 @@ def _show(axes: Any, image: np.ndarray, color: str) -> None:
     axes.set_xticks([])
     axes.set_yticks([])
     for spine in axes.spines.values():
-        spine.set(color=color, linewidth=2.0)
+        spine.set(color=color, linewidth=2.0, visible=True)
