@@ -929,8 +929,8 @@ MUTATIONS = [
         "tests/test_report.py",
     ),
     Mutation(
-        "a command is missing from the README's table",
-        "README.md",
+        "a command is missing from the page of commands",
+        "docs/commands.md",
         "| `raycl mine` | add an encoder's nearest documents to pairs as hard negatives |\n",
         "",
         "tests/test_docs.py",

@@ -155,8 +155,8 @@ def test_the_documents_show_every_command() -> None:
     assert len(ALL_COMMANDS) > 100
 
 
-def test_the_readme_has_a_row_for_each_command() -> None:
-    rows = re.findall(r"^\| `raycl (.+?)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+def test_the_page_of_commands_has_a_row_for_each_command() -> None:
+    rows = re.findall(r"^\| `raycl (.+?)` \|", (DOCS / "commands.md").read_text(), re.MULTILINE)
     words = [row.replace("\\|", "|").split() for row in rows]
     entry_point: Any = get_command(app)
     assert {name for name, *_ in words} == set(entry_point.commands)
@@ -261,6 +261,16 @@ def test_linked_files_and_pictures_exist(page: Path) -> None:
         if not re.match(r"[a-z]+:", target):
             path = target.partition("#")[0]
             assert not path or (page.parent / path).exists(), f"{name_of(page)} leads to {target}"
+
+
+def test_the_figures_of_the_readme_are_on_the_pages_of_results() -> None:
+    section = (ROOT / "README.md").read_text().partition("\n## Results")[2].partition("\n## ")[0]
+    figures = set(re.findall(r"\d[\d,]*(?:\.\d+| s\b| minutes)", re.sub(r"\]\([^)]*\)", "", section)))
+    assert len(figures) > 15
+    pages = "".join((DOCS / f"{name}.md").read_text() for name in ("results", "performance"))
+    assert not {
+        figure for figure in figures if not re.search(rf"(?<![\d.,]){re.escape(figure)}(?!\d)", pages)
+    }
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -12,10 +12,10 @@ PROGRAMS = ("ray", "raycl")
 
 
 def commands_of(page: str) -> set[tuple[str, ...]]:
-    """Return the ray and raycl commands in shell blocks of a page and in the README's tables."""
+    """Return the ray and raycl commands in shell blocks of a page and in tables of commands."""
     text = [block.text for block in blocks() if block.page == page and block.language in ("bash", "sh")]
     lines = [line for each in text for line in each.replace("\\\n", " ").splitlines()]
-    if page == "README.md":
+    if page in ("README.md", "docs/commands.md"):
         lines += re.findall(r"`([^`\n]+)`", (ROOT / page).read_text())
     parts = [
         part for line in lines for part in split_at(shlex.split(line, comments=True), {"&&", "|", "&", ">"})
