@@ -14,7 +14,7 @@ import yaml
 from raycl.cli.main import main
 from raycl.cli.plan import command_settings, plan_run, run_flags
 from raycl.cli.runs import _show_example
-from raycl.config import active_settings, flat
+from raycl.config import EncoderConfig, RunConfig, active_settings, flat
 from raycl.config.conditions import why_inactive
 from raycl.config.overrides import config_from_yaml, config_to_yaml, override
 from raycl.data.columns import ColumnNames
@@ -242,6 +242,28 @@ def test_a_recipe_infers_the_image_size_unless_it_is_set(digits: Path, tmp_path:
     large = plan_run("simclr", data=[str(tmp_path / "photos")], flags={}, settings=[]).config
     assert large.data.image_size == 224
     assert large.encoder.name == "resnet50"
+
+
+@pytest.mark.parametrize("name", ["simclr", "moco_v2", "supcon", "instance_discrimination"])
+def test_small_images_get_a_small_encoder_without_a_gpu(name: str) -> None:
+    def planned(*settings: str, size: int = 32, gpu: bool | None = None) -> RunConfig:
+        pairs = [f"data.image_size={size}", *settings]
+        return plan_run(name, data=[], flags=run_flags(gpu=gpu), settings=pairs).config
+
+    on_cpu, papers = planned(), recipe(name, image_size=32)
+    encoder = (on_cpu.encoder.name, on_cpu.encoder.stem, on_cpu.encoder.width)
+    assert encoder == ("resnet10", "half", 0.5)
+    assert on_cpu.augment.crop_scale == (0.2, 1.0)
+    assert on_cpu.model_copy(update={"encoder": papers.encoder, "augment": papers.augment}) == papers
+    assert planned(gpu=True) == papers.model_copy(update={"gpu": True})
+    assert planned("encoder.name=resnet34").encoder == EncoderConfig(name="resnet34")
+    assert planned("encoder.name=resnet34").augment == papers.augment
+    assert planned("augment.crop_scale=[0.5,1]").augment.crop_scale == (0.5, 1.0)
+    for size in (16, 65):
+        assert planned(size=size) == recipe(name, image_size=size)
+    assert (
+        plan_run("clip", data=[], flags={}, settings=["data.image_size=32"]).config.encoder.name == "resnet18"
+    )
 
 
 def test_flags_and_settings_override_a_file(digits: Path, tmp_path: Path) -> None:

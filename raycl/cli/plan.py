@@ -38,7 +38,8 @@ def plan_run(
 
     ``data`` are the addresses of the data sets, or Ray Datasets; none if they are unknown.
     The image size of a recipe is the shorter side of the first images, at most 224, unless
-    ``data.image_size`` is set. Raises ``ConfigError`` or ``DataError``.
+    ``data.image_size`` is set. Without a GPU, small images get an encoder of their own unless it is set
+    (:func:`raycl.recipes.images.for_cpu`). Raises ``ConfigError`` or ``DataError``.
     """
     pairs = settings_of(settings)
     overrides = {**flags, **pairs}
@@ -55,8 +56,10 @@ def plan_run(
     requested = override(config, overrides)  # report typing errors before reading data
     if requested.data.kind not in ("image", "image_text"):
         return RunPlan(requested)
+    on_cpu = not requested.gpu and not any(key.startswith("encoder.") for key in pairs)
     if "data.image_size" in pairs:
-        return RunPlan(override(recipe(run, image_size=pairs["data.image_size"]), overrides))
+        named = recipe(run, image_size=pairs["data.image_size"], on_cpu=on_cpu)
+        return RunPlan(override(named, overrides))
     # Here, since these modules take a second to import, and wrong settings are refused before.
     from raycl.data.sources import find_source
     from raycl.training.preflight import column_names
@@ -64,7 +67,7 @@ def plan_run(
     columns = column_names(requested)
     sources = tuple(find_source(each, columns) for each in data if isinstance(each, str))
     size = _peek_image_size(sources or data, columns)  # pyright: ignore[reportArgumentType]
-    return RunPlan(override(recipe(run, image_size=size), overrides), sources)
+    return RunPlan(override(recipe(run, image_size=size, on_cpu=on_cpu), overrides), sources)
 
 
 def run_flags(

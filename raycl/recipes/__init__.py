@@ -7,6 +7,7 @@ from raycl.config.overrides import present_name
 from raycl.errors import ConfigError
 from raycl.recipes.images import (
     dcl,
+    for_cpu,
     instance_discrimination,
     moco_v1,
     moco_v2,
@@ -36,10 +37,10 @@ RECIPES: dict[str, Callable[[int], RunConfig]] = {
 }
 
 
-def recipe(name: str, *, image_size: int = 224) -> RunConfig:
+def recipe(name: str, *, image_size: int = 224, on_cpu: bool = False) -> RunConfig:
     """Return the configuration of recipe ``name`` for images of ``image_size`` pixels, 8 to 1024.
 
-    Raises ``ConfigError`` for an unknown name or an invalid size.
+    ``on_cpu`` replaces the papers' encoder of small images by a smaller one. Raises ``ConfigError`` for an unknown name or an invalid size.
     """
     if new := present_name(f"recipe={name}"):
         raise ConfigError(f"unknown recipe {name!r}; it is now {new.removeprefix('recipe=')}")
@@ -47,4 +48,5 @@ def recipe(name: str, *, image_size: int = 224) -> RunConfig:
         raise ConfigError(f"unknown recipe {name!r}; there are {', '.join(RECIPES)}, or give a .yaml file")
     if not 8 <= image_size <= 1024:
         raise ConfigError(f"image_size must be from 8 to 1024 pixels, got {image_size}")
-    return RECIPES[name](image_size)
+    config = RECIPES[name](image_size)
+    return for_cpu(config) if on_cpu and config.data.kind == "image" else config
