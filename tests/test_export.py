@@ -323,7 +323,7 @@ REFUSED: dict[str, tuple[Callable[[Path], str], dict[str, Any], str]] = {
         "takes images, which .* not; use torchvision",
     ),
     "texts as images": (write_texts_run, {"to": "torchvision"}, "takes texts, which .* not; use sentence_tr"),
-    "an unknown package": (write_texts_run, {"to": "onnx"}, "to 'onnx'; there are sentence_transformers"),
+    "an unknown package": (write_texts_run, {"to": "keras"}, "to 'keras'; there are sentence_transformers"),
     "an unknown side": (write_texts_run, {"side": "left"}, "unknown side 'left'"),
     "a module": (write_own, {}, "a network of your own, which no other package knows"),
     "a function": (

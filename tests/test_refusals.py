@@ -87,7 +87,7 @@ REFUSED = {
     "mine --run images --data missing --output new": "there is nothing at",
     "mine --run images --data digits.parquet --output new --num-negatives 0": "cannot mine 0 negatives",
     "mine --run images --data digits.parquet --output new --max-relative-score 2": "a fraction up to 1",
-    "export --run images --output new --to onnx": "cannot export to 'onnx'",
+    "export --run images --output new --to keras": "cannot export to 'keras'",
     "export --run nowhere --output new": "found no encoder at nowhere",
     "export --run images --output images": "exists already",
     "export --run images --output new --side left": "unknown side 'left'",

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable
+from importlib.util import find_spec
 
 from raycl.data.sources import existing
 from raycl.errors import ConfigError, StorageError
@@ -14,8 +15,13 @@ from raycl.storage import Place, absolute
 
 def check_package(to: str | None) -> None:
     """Raise ``ConfigError`` unless encoders can be exported to the package."""
-    if to not in ("sentence_transformers", "torchvision", None):
-        raise ConfigError(f"cannot export to {to!r}; there are sentence_transformers and torchvision")
+    if to not in ("sentence_transformers", "torchvision", "onnx", None):
+        raise ConfigError(f"cannot export to {to!r}; there are sentence_transformers, torchvision and onnx")
+    missing = [each for each in ("onnx", "onnxscript") if to == "onnx" and find_spec(each) is None]
+    if missing:
+        raise ConfigError(
+            f"the export to ONNX needs the package {missing[0]}, which is not installed; pip install 'raycl[onnx]'"
+        )
 
 
 def check_mining(num_negatives: int, max_relative_score: float) -> None:

@@ -5,6 +5,7 @@ from typing import Literal
 
 from raycl.errors import ConfigError
 from raycl.inference.encoder import read_encoders
+from raycl.inference.export.onnx import GRAPH, onnx_files
 from raycl.inference.export.sentence_transformers import sentence_folder
 from raycl.inference.export.torchvision import ARCHITECTURE, MODEL, WEIGHTS, torchvision_files
 from raycl.inference.preflight import check_inputs, check_package
@@ -12,7 +13,7 @@ from raycl.lease import writing_new
 from raycl.models.encoder_io import ImageEncoder
 from raycl.models.registry import OWN, SideName
 
-Package = Literal["sentence_transformers", "torchvision"]
+Package = Literal["sentence_transformers", "torchvision", "onnx"]
 
 
 def export_encoder(
@@ -27,8 +28,11 @@ def export_encoder(
     ``sentence_transformers`` takes encoders of texts: ``SentenceTransformer(output).encode`` gives the
     vectors of ``load_encoder(run).encode``, not normalized. ``torchvision`` takes encoders of images:
     ``weights.pth`` holds the weights, ``architecture.json`` the name of the network, or ``model.py`` builds
-    a network that torchvision has no name for. Both packages load only local folders. Without ``to`` the
-    kind of encoder decides. ``side`` selects one of two towers, with its projection head.
+    a network that torchvision has no name for. ``onnx`` takes both: ``model.onnx`` is a graph of uint8
+    images [batch, image_size, image_size, channels], which it normalizes, or of int64 tokens
+    [batch, length], which ``tokenizer.json`` gives; ``model.json`` describes its input. All load only local
+    files. Without ``to`` the kind of encoder decides between the first two. ``side`` selects one of two
+    towers, with its projection head.
 
     Raises ``StorageError`` if the output exists, and ``ConfigError`` for an encoder that the package cannot
     represent, such as your own network; nothing is written then.
@@ -45,16 +49,21 @@ def export_encoder(
     encoder = saved.build()
     is_image = isinstance(encoder, ImageEncoder)
     package = "torchvision" if is_image else "sentence_transformers"
-    if to not in (package, None):
+    if to not in (package, "onnx", None):
         raise ConfigError(
             f"the encoder of {run} takes {'images' if is_image else 'texts'}, which {to} does not; use {package}"
         )
-    files = torchvision_files(encoder) if isinstance(encoder, ImageEncoder) else sentence_folder(encoder)
+    if to == "onnx":
+        files = onnx_files(encoder)
+    else:
+        files = torchvision_files(encoder) if isinstance(encoder, ImageEncoder) else sentence_folder(encoder)
     with writing_new(output) as place:
         for name, content in files.items():
             (place / name).write_bytes(content)
     if not place.is_local:
-        return f"a local copy of {place}: both packages load only local folders"
+        return f"a local copy of {place}: {to or package} loads only local files"
+    if to == "onnx":
+        return f"onnxruntime.InferenceSession({str(place / GRAPH)!r})"
     if MODEL in files:
         return f"runpy.run_path({str(place / MODEL)!r})['build']()"
     if is_image:

@@ -85,19 +85,19 @@ def _modules(encoder: TextEncoder) -> list[_Module]:
     spec, network, head_layers = encoder.spec, encoder.network, nn.Sequential()
     if spec.projection_head is not None:
         network, head_layers = network.children()
-    tokens = _tokens_by_id(encoder.tokenizer)
+    tokens = tokens_by_id(encoder.tokenizer)
     model_arguments: dict[str, Any] = {}
     if isinstance(network, HuggingFaceEncoder):
         files, model_arguments = _hugging_face_files(network)
-        modules = [_pooling(network.model.config.hidden_size, _argument(spec, HuggingFaceEncoder, "pooling"))]
+        modules = [_pooling(network.model.config.hidden_size, argument(spec, HuggingFaceEncoder, "pooling"))]
     elif isinstance(network, TextTransformer):
-        num_heads = _argument(spec, TextTransformer, "num_heads")
-        files, model_arguments = _transformer_files(network, _raycl_ids(tokens), num_heads=num_heads)
+        num_heads = argument(spec, TextTransformer, "num_heads")
+        files, model_arguments = _transformer_files(network, raycl_ids(tokens), num_heads=num_heads)
         dim = network.token_embedding.embedding_dim
-        modules = [_pooling(dim, _argument(spec, TextTransformer, "pooling"))]
+        modules = [_pooling(dim, argument(spec, TextTransformer, "pooling"))]
     elif isinstance(network, BagOfSubwords):
-        files = _lookup_files(network, _raycl_ids(tokens), max_length=spec.max_length)
-        modules = list(_bag(network, tokens, _raycl_ids(tokens)))
+        files = _lookup_files(network, raycl_ids(tokens), max_length=spec.max_length)
+        modules = list(_bag(network, tokens, raycl_ids(tokens)))
     else:
         raise ConfigError(
             f"{spec.name} is a network of your own, which sentence-transformers does not know; "
@@ -108,7 +108,7 @@ def _modules(encoder: TextEncoder) -> list[_Module]:
     return [_Module("Transformer", files), *modules, *_head(head_layers)]
 
 
-def _argument(spec: TextEncoderSpec, build: type[nn.Module], name: str) -> Any:
+def argument(spec: TextEncoderSpec, build: type[nn.Module], name: str) -> Any:
     """Return an argument that the encoder was built with."""
     return spec.arguments.get(name, inspect.signature(build).parameters[name].default)
 
@@ -116,7 +116,7 @@ def _argument(spec: TextEncoderSpec, build: type[nn.Module], name: str) -> Any:
 # The tokenizer
 
 
-def _tokens_by_id(tokenizer: Tokenizer) -> list[str]:
+def tokens_by_id(tokenizer: Tokenizer) -> list[str]:
     """Return the tokens [num_tokens] by the ids in the tokenizer's own file."""
     ids = tokenizers.Tokenizer.from_str(tokenizer.to_json()).get_vocab()
     names = {number: token for token, number in ids.items()}
@@ -124,7 +124,7 @@ def _tokens_by_id(tokenizer: Tokenizer) -> list[str]:
     return [names.get(number, f"{number} of no token") for number in range(tokenizer.num_tokens)]
 
 
-def _raycl_ids(tokens: Sequence[str]) -> Tensor:
+def raycl_ids(tokens: Sequence[str]) -> Tensor:
     """Map the tokenizer's own ids [num_tokens] to raycl's, which swap the padding id with 0."""
     ids, padding = torch.arange(len(tokens)), tokens.index(_first(_PADDINGS, tokens))
     ids[padding], ids[PADDING] = PADDING, padding
@@ -258,7 +258,7 @@ def _pooling(dim: int, kind: str) -> _Module:
 
 
 def _bag(network: BagOfSubwords, tokens: Sequence[str], ids: Tensor) -> Iterator[_Module]:
-    """Yield the modules of a bag after its token vectors; ``tokens`` and ``ids`` as in ``_raycl_ids``."""
+    """Yield the modules of a bag after its token vectors; ``tokens`` and ``ids`` as in ``raycl_ids``."""
     if network.log_weights is not None:
         weights = network.log_weights.detach()[ids].exp().tolist()
         by_token = dict(zip(tokens, weights, strict=True))
