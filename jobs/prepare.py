@@ -19,7 +19,9 @@ from raycl.preparation import gather_texts, group_pairs, make_tokenizer, pack_im
 from raycl.training.data_set import ROLES
 
 app = typer.Typer(help="Prepare data once for many runs.", add_completion=False)
-Data = Annotated[str, typer.Option(help="Parquet, CSV or JSONL file or folder, or folder of images.")]
+Data = Annotated[
+    str, typer.Option(help="File (parquet, Arrow, CSV, JSONL), folder of them, or folder of images.")
+]
 Output = Annotated[str, typer.Option(help="Output address; must not exist.")]
 
 

@@ -830,6 +830,13 @@ MUTATIONS = [
         "tests/test_table_files.py",
     ),
     Mutation(
+        "values that Hugging Face's datasets computed from the data are data",
+        "raycl/data/sources.py",
+        "path not in unread",
+        "path",
+        "tests/test_arrow_tables.py",
+    ),
+    Mutation(
         "a fragment of a text file begins at the first row of the file",
         "raycl/data/tables.py",
         "max(start - position, 0)",

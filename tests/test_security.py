@@ -43,6 +43,7 @@ from raycl.training.banks import _bank_name
 from tests.conftest import BUCKET
 from tests.images import write_digits
 from tests.malicious_files import FORMS, as_pickle, as_text, pickled_column, write_parquet
+from tests.table_files import write_arrow
 from tests.test_checkpoint_encoder import small_config
 from tests.test_cli import run_raycl
 
@@ -395,6 +396,10 @@ def test_a_column_of_pickled_objects_is_refused_before_it_is_read(
     with pytest.raises(DataError, match=f"pickled Python objects in '{column}', which raycl never loads"):
         source = find_source(str(path), ColumnNames())
         list(source.read(source.fragments[0]))
+    # A plain reader of parquet copies the bytes, and does not run them.
+    arrow = write_arrow(tmp_path / "rows.arrow", pq.ParquetFile(path).read())
+    with pytest.raises(DataError, match=f"pickled Python objects in '{column}', which raycl never loads"):
+        find_source(str(arrow), ColumnNames())
 
 
 def test_a_plain_reader_would_execute_a_column_of_pickled_objects(tmp_path: Path) -> None:

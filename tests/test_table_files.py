@@ -1,6 +1,7 @@
-"""CSV and JSONL: the same rows as in parquet, and broken files in one line."""
+"""CSV, JSONL and Arrow: the same rows as in parquet, and broken files in one line."""
 
 import gzip
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from raycl.data.codecs import Formats
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import Decoder
 from raycl.data.fingerprint import fingerprint
 from raycl.data.ids import IdFormat
+from raycl.data.images import ImageFormat
 from raycl.data.sources import Source, find_source
 from raycl.data.texts import TextFormat, TextsFormat
 from raycl.data.weights import WeightFormat
@@ -22,7 +26,10 @@ from raycl.errors import DataError
 from raycl.inference.reading import read_pairs
 from raycl.preparation import gather_texts, pack_rows
 from raycl.serve.sample_viewer import _one_row
+from raycl.storage import Place
 from raycl.training.transforms import build_formats
+from tests.conftest import BUCKET
+from tests.images import digit_files
 from tests.pairs import vocabulary
 from tests.table_files import Rows, write_rows
 from tests.texts import invented_texts
@@ -32,6 +39,7 @@ PAIRS = ColumnNames(image=None, query="query", document="document")
 WEIGHTED = ColumnNames(image=None, query="query", document="document", weight="w")
 ODD = ['with, a comma and "quotes"', "of two\nlines", "Größe 日本", "007", "2024-01-01", "NA", " ", "", None]
 CSV, TSV, LINES = ("csv", "csv.gz"), ("tsv", "tsv.gz"), ("jsonl", "ndjson", "jsonl.gz", "ndjson.gz")
+WITH_IMAGES = ("arrow", "feather")
 
 
 def texts(num_rows: int = 60) -> list[str | None]:
@@ -77,6 +85,8 @@ def decoded(source: Source) -> pa.Table:
     """Return the rows as a run stores them."""
     text: dict[str, Any] = {"tokenizer": vocabulary().tokenizer, "max_length": 8}
     known: Formats = {
+        "image": ImageFormat(size=8),
+        "caption": TextsFormat(**text),
         "text": TextsFormat(**text),
         "query": TextFormat(**text),
         "document": TextFormat(**text),
@@ -113,7 +123,7 @@ def small_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr("raycl.data.csv_tables._BLOCK_BYTES", 600)
 
 
-@pytest.mark.parametrize("ending", [*CSV, *TSV, *LINES])
+@pytest.mark.parametrize("ending", [*CSV, *TSV, *LINES, *WITH_IMAGES])
 @pytest.mark.usefixtures("small_parts")
 def test_rows_are_the_same_as_in_parquet(ending: str, tmp_path: Path) -> None:
     rows = pairs()
@@ -131,7 +141,7 @@ def test_rows_are_the_same_as_in_parquet(ending: str, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("ending", [*CSV, *LINES])
+@pytest.mark.parametrize("ending", [*CSV, *LINES, *WITH_IMAGES])
 @pytest.mark.usefixtures("small_parts")
 def test_ids_and_class_names_are_the_same_as_in_parquet(ending: str, tmp_path: Path) -> None:
     classes = ["cat", "dog", None, "007"]
@@ -144,8 +154,83 @@ def test_ids_and_class_names_are_the_same_as_in_parquet(ending: str, tmp_path: P
         assert_same(*(find_source(str(path), TEXTS) for path in paths))
 
 
+def images(num_rows: int = 40) -> Rows:
+    """Return digits with captions and class names; some are missing or broken."""
+    contents, numbers = digit_files(num_rows)
+    rows: list[dict[str, Any]] = [
+        {"image": content, "caption": f"the digit {number}", "label": f"class {number}"}
+        for content, number in zip(contents, numbers, strict=True)
+    ]
+    rows[3]["image"], rows[5]["image"], rows[6]["caption"], rows[8]["label"] = None, b"broken", None, None
+    return rows
+
+
+@pytest.mark.parametrize("ending", WITH_IMAGES)
+@pytest.mark.parametrize("caption", [None, "caption"])
 @pytest.mark.usefixtures("small_parts")
-def test_lists_in_jsonl_are_the_same_as_in_parquet(tmp_path: Path) -> None:
+def test_images_and_captions_are_the_same_as_in_parquet(
+    ending: str, caption: str | None, tmp_path: Path
+) -> None:
+    for name, part in (("a", images()[:23]), ("b", images()[23:])):
+        write_rows(tmp_path / "parquet" / f"{name}.parquet", part)
+        write_rows(tmp_path / "other" / f"{name}.{ending}", part)
+    (tmp_path / "other" / "labels.csv").write_text("file,label")
+    columns = ColumnNames(caption=caption)
+    if caption:
+        (tmp_path / "other" / "labels.csv").unlink()
+    found, expected = (find_source(str(tmp_path / name), columns) for name in ("other", "parquet"))
+    assert found.classes == tuple(f"class {number}" for number in range(10))
+    assert decoded(found).num_rows == 40 - 2 - (caption is not None)
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("ending", WITH_IMAGES)
+def test_a_file_on_s3_has_the_same_rows(ending: str, tmp_path: Path, s3_server: str) -> None:
+    file = write_rows(tmp_path / f"images.{ending}", images())
+    place = Place(f"s3://{BUCKET}/{tmp_path.name}") / file.name
+    place.write_bytes(file.read_bytes())
+    columns = ColumnNames(caption="caption")
+    found, expected = (find_source(uri, columns) for uri in (place.uri, str(file)))
+    assert (found.num_rows, read(found)) == (40, read(expected))
+    fragment = replace(found.fragments[0], first_id=7, start=7, stop=18)
+    assert [row for rows in found.read(fragment) for row in rows.sample_id] == [*range(7, 18)]
+    assert [row for rows in found.read(fragment) for row in rows.values["caption"]] == read(expected)[
+        "caption"
+    ][7:18]
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), ending=st.sampled_from(WITH_IMAGES), num_rows=st.integers(1, 30))
+def test_any_range_of_rows_is_the_same_as_in_parquet(
+    data: st.DataObject, ending: str, num_rows: int, tmp_path: Path
+) -> None:
+    rows = [{"text": f"t{row}", "label": row % 3, "sample_id": row * 5} for row in range(num_rows)]
+    source = find_source(str(write_rows(tmp_path / f"rows.{ending}", rows)), TEXTS)
+    start = data.draw(st.integers(0, num_rows - 1))
+    stop = data.draw(st.integers(start + 1, num_rows))
+    (fragment,) = source.fragments
+    found = list(source.tables(replace(fragment, start=start, stop=stop), ["label", "sample_id", "text"]))
+    assert found[0][0] == start
+    tables = pa.concat_tables(table for _, table in found)
+    assert tables["sample_id"].to_pylist() == [row["sample_id"] for row in rows[start:stop]]
+    assert tables["label"].to_pylist() == [row["label"] for row in rows[start:stop]]
+    assert tables["text"].cast(pa.string()).to_pylist() == [row["text"] for row in rows[start:stop]]
+
+
+@pytest.mark.parametrize("ending", ["arrow", "feather"])
+def test_a_file_that_was_cut_off_anywhere_is_refused_in_one_line(ending: str, tmp_path: Path) -> None:
+    whole = write_rows(tmp_path / f"whole.{ending}", images(9)).read_bytes()
+    length = len(whole)
+    for size in [0, 1, *range(7, length, max(length // 60, 1)), length - 1]:
+        (tmp_path / f"cut.{ending}").write_bytes(whole[:size])
+        with pytest.raises(DataError, match=r"cut\.") as caught:
+            find_source(str(tmp_path / f"cut.{ending}"), ColumnNames(caption="caption"))
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("ending", ["jsonl.gz", "arrow", "feather"])
+@pytest.mark.usefixtures("small_parts")
+def test_lists_are_the_same_as_in_parquet(ending: str, tmp_path: Path) -> None:
     rows = [
         {
             "query": f"q{row}",
@@ -155,10 +240,10 @@ def test_lists_in_jsonl_are_the_same_as_in_parquet(tmp_path: Path) -> None:
         }
         for row in range(50)
     ]
-    paths = [write_rows(tmp_path / f"rows.{ending}", rows) for ending in ("jsonl.gz", "parquet")]
+    paths = [write_rows(tmp_path / f"rows.{ending}", rows) for ending in (ending, "parquet")]
     assert_same(*(find_source(str(path), PAIRS) for path in paths))
     several = [{"text": [f"a {row}", f"b {row}"]} for row in range(20)]
-    paths = [write_rows(tmp_path / f"texts.{ending}", several) for ending in ("jsonl", "parquet")]
+    paths = [write_rows(tmp_path / f"texts.{ending}", several) for ending in (ending, "parquet")]
     assert_same(*(find_source(str(path), TEXTS) for path in paths))
 
 
@@ -310,7 +395,7 @@ def test_empty_parts_of_jsonl_have_no_rows(tmp_path: Path) -> None:
     assert read(find_source(str(tmp_path), TEXTS))["text"] == [b"b"]
 
 
-@pytest.mark.parametrize("ending", ["csv", "jsonl.gz"])
+@pytest.mark.parametrize("ending", ["csv", "jsonl.gz", "arrow"])
 @pytest.mark.usefixtures("small_parts")
 def test_a_row_is_found_by_its_number(ending: str, tmp_path: Path) -> None:
     rows = [{"text": text} for text in invented_texts(30)]
@@ -323,7 +408,7 @@ def test_a_row_is_found_by_its_number(ending: str, tmp_path: Path) -> None:
         assert found.where == [f"rows.{ending} row {row}"]
 
 
-@pytest.mark.parametrize("ending", ["csv", "jsonl"])
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "arrow", "feather"])
 def test_a_file_that_lost_rows_since_they_were_counted_is_refused(ending: str, tmp_path: Path) -> None:
     rows = [{"text": text} for text in invented_texts(30)]
     source = find_source(str(write_rows(tmp_path / f"rows.{ending}", rows)), TEXTS)
@@ -348,7 +433,7 @@ def test_packed_rows_are_the_same_and_so_are_their_ids(ending: str, tmp_path: Pa
         pack_rows(str(tmp_path / "rows.parquet"), str(tmp_path / "again.parquet"), columns=WEIGHTED)
 
 
-@pytest.mark.parametrize("ending", ["csv", "jsonl.gz"])
+@pytest.mark.parametrize("ending", ["csv", "jsonl.gz", "arrow"])
 def test_the_doctor_and_commands_on_trained_runs_read_the_same_rows(ending: str, tmp_path: Path) -> None:
     rows = pairs()
     file, parquet = (str(write_rows(tmp_path / f"pairs.{each}", rows)) for each in (ending, "parquet"))
@@ -364,7 +449,7 @@ def test_the_doctor_and_commands_on_trained_runs_read_the_same_rows(ending: str,
     assert found.num_invalid == expected.num_invalid == 6
 
 
-@pytest.mark.parametrize("ending", ["parquet", "csv", "jsonl.gz"])
+@pytest.mark.parametrize("ending", ["parquet", "csv", "jsonl.gz", "arrow"])
 def test_equivalent_texts_are_gathered_from_each_format(ending: str, tmp_path: Path) -> None:
     rows = [{"text": f"t{row}", "about": ["x", "y", None][row % 3]} for row in range(9)]
     write_rows(tmp_path / f"rows.{ending}", rows)

@@ -88,8 +88,8 @@ def train(
     data: Annotated[
         list[str],
         typer.Option(
-            help="Parquet, CSV or JSONL file or folder, or folder of images; local or s3://. May be repeated: each "
-            "batch has rows of one data set."
+            help="File (parquet, Arrow, CSV, JSONL), folder of them, or folder of images; local or s3://. May be "
+            "repeated: each batch has rows of one data set."
         ),
     ],
     output: Annotated[str, typer.Option(help="Folder of the run; local or s3://.")],

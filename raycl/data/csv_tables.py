@@ -32,6 +32,7 @@ class CsvTables:
 
     name = "csv"
     endings = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
+    holds_images = False
 
     def inspect(self, place: Place, columns: ColumnNames) -> TableFile:
         """Read the file once."""

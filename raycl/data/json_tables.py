@@ -26,6 +26,7 @@ class JsonTables:
 
     name = "jsonl"
     endings = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+    holds_images = False
 
     def inspect(self, place: Place, columns: ColumnNames) -> TableFile:
         """Read the file once."""

@@ -18,6 +18,7 @@ class ParquetTables:
 
     name = "parquet"
     endings = (".parquet",)
+    holds_images = True
 
     def inspect(self, place: Place, columns: ColumnNames) -> TableFile:
         """Return the sizes of the row groups and the schema."""

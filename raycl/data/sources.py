@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from raycl.data.arrow_tables import ArrowTables, unread_files
 from raycl.data.columns import ColumnNames, is_list, is_text
 from raycl.data.csv_tables import CsvTables
 from raycl.data.ids import content_ids, stable_ids
@@ -25,7 +26,10 @@ from raycl.storage import Place, absolute
 
 ROWS_PER_FRAGMENT = 2_048
 _PARQUET = ParquetTables()
-_FORMATS: dict[str, TableFormat] = {each.name: each for each in (_PARQUET, CsvTables(), JsonTables())}
+_FORMATS: dict[str, TableFormat] = {
+    each.name: each for each in (_PARQUET, CsvTables(), JsonTables(), ArrowTables())
+}
+FORMATS = "parquet, CSV, JSONL, Arrow"
 
 
 @final
@@ -180,7 +184,7 @@ class Source:
 
 
 def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
-    """Find the source at ``uri``: a table (parquet, CSV, lines of JSON), a folder of tables, or a folder of image files.
+    """Find the source at ``uri``: a file of rows in one of the formats, a folder of them, or a folder of image files.
 
     Raises ``DataError`` if nothing is there, a column is missing or a file is broken, ``StorageError`` if the storage
     cannot be reached.
@@ -192,15 +196,18 @@ def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
         return _table_source(uri, [""], columns, _format_of(place.name) or _PARQUET)
     files = [path for path, _ in place.files()]
     by_format: dict[str, list[str]] = {}
-    for path in files:
-        if found := _format_of(path):
-            by_format.setdefault(found.name, []).append(path)
     only_images = set(columns.contents) == {"image"}
-    if _PARQUET.name not in by_format and only_images:
+    unread = unread_files(uri, files)
+    for path in files:
+        found = _format_of(path)
+        if found and path not in unread and (found.holds_images or not only_images):
+            by_format.setdefault(found.name, []).append(path)
+    has_images = any(_ending(path) in EXTENSIONS for path in files)
+    if only_images and _PARQUET.name not in by_format and (has_images or not by_format):
         return _folder_source(uri, files)
     if not by_format:
         raise DataError(
-            f"{uri} holds no parquet files and no CSV or JSONL files ({len(files)} others); give some with the columns "
+            f"{uri} holds no files of rows ({FORMATS}), but {len(files)} others; give some with the columns "
             f"{', '.join(columns.contents.values())}"
         )
     name = _PARQUET.name if _PARQUET.name in by_format else next(iter(by_format))
@@ -217,7 +224,7 @@ def existing(uri: str) -> Place:
     place = Place(uri)
     if not place.exists():
         raise DataError(
-            f"there is nothing at {uri}; give a file (parquet, CSV, JSONL), a folder of them or a folder of images"
+            f"there is nothing at {uri}; give a file ({FORMATS}), a folder of them or a folder of images"
         )
     return place
 
@@ -230,8 +237,8 @@ def _folder_source(uri: str, files: list[str]) -> Source:
     paths = [path for path in files if _ending(path) in EXTENSIONS]
     if not paths:
         raise DataError(
-            f"{uri} holds no images and no parquet files ({len(files)} other files); "
-            f"known endings are {', '.join(sorted(EXTENSIONS))}"
+            f"{uri} holds no images and no parquet or Arrow files ({len(files)} other files); "
+            f"known endings of images are {', '.join(sorted(EXTENSIONS))}"
         )
     classes = _class_folders(paths)
     labels = [classes.index(path.split("/")[0]) for path in paths] if classes else []

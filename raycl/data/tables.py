@@ -40,6 +40,11 @@ class TableFormat(Protocol):
         """The ends of file names."""
         ...
 
+    @property
+    def holds_images(self) -> bool:
+        """Whether a column may hold bytes or structs."""
+        ...
+
     def inspect(self, place: Place, columns: ColumnNames) -> TableFile:
         """Count the rows and find the types of the columns."""
         ...

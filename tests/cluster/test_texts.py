@@ -29,7 +29,7 @@ from raycl.training.data_module import DataModule
 from tests.cluster.test_negatives import assert_equal_runs
 from tests.images import write_digits
 from tests.settings import override_active
-from tests.table_files import write_rows
+from tests.table_files import write_rows, write_saved
 from tests.texts import invented_texts
 from tests.towers import without_encoder
 
@@ -200,6 +200,30 @@ def test_a_run_on_csv_that_loses_a_worker_equals_a_run_on_parquet(click_log: Pat
     assert (tmp_path / "died").exists()
     raycl.train(mortal, data=str(click_log), output=str(tmp_path / "whole"), quiet=True)
     assert_equal_runs(tmp_path / "killed", tmp_path / "whole")
+
+
+@pytest.mark.drill
+def test_runs_on_a_saved_data_set_equal_a_run_on_parquet(tmp_path: Path) -> None:
+    table = pq.read_table(write_digits(tmp_path / "digits.parquet", 200))
+    captions = [f"the digit {label}" for label in table["label"].to_pylist()]
+    table = pa.table({"image": table["image"], "caption": captions})
+    folders = {name: tmp_path / name for name in ("parquet", "saved")}
+    write_saved(folders["saved"], table)
+    for number, part in enumerate((table.slice(0, 100), table.slice(100))):
+        write_rows(folders["parquet"] / f"{number}.parquet", part.to_pylist())
+    settings: dict[str, Any] = {
+        "workers": 1,
+        "data.channels": 1,
+        "encoder.name": "tests.cluster.networks:small",
+        "encoder.kwargs": {"channels": 1},
+        "text_encoder.kwargs": {"dim": 16, "hidden_dim": 0},
+        "evaluation.every_epochs": 0,
+    }
+    for name, data in folders.items():
+        for cache in ("materialize", "stream"):
+            config = run_of("clip", **settings, **{"data.cache": cache})
+            raycl.train(config, data=str(data), output=str(tmp_path / f"{name}-{cache}"), quiet=True)
+            assert_equal_runs(tmp_path / f"{name}-{cache}", tmp_path / f"parquet-{cache}")
 
 
 def test_retrieval_is_evaluated_beside_a_lexical_baseline_and_shows_examples(
