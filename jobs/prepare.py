@@ -1,6 +1,6 @@
 """Prepare data once, in a submitted job: ``ray job submit --working-dir . -- python jobs/prepare.py ...``.
 
-``images`` packs a folder of images into parquet files and ``rows`` CSV or JSONL files into one, ``tokenizer`` trains a
+``images`` packs a folder of images into parquet files and ``rows`` tars, CSV or JSONL files into one, ``tokenizer`` trains a
 tokenizer on a corpus, ``pairs`` groups a labeled click log by query, and ``groups`` collects equivalent texts into
 lists. Addresses are local paths or s3://.
 """
@@ -20,7 +20,7 @@ from raycl.training.data_set import ROLES
 
 app = typer.Typer(help="Prepare data once for many runs.", add_completion=False)
 Data = Annotated[
-    str, typer.Option(help="File (parquet, Arrow, CSV, JSONL), folder of them, or folder of images.")
+    str, typer.Option(help="File (parquet, Arrow, tar, CSV, JSONL), folder of them, or folder of images.")
 ]
 Output = Annotated[str, typer.Option(help="Output address; must not exist.")]
 
@@ -46,10 +46,8 @@ def rows(
     output: Output,
     columns: Annotated[str, typer.Option(help="Columns: role or role=NAME, comma-separated.")] = "text",
 ) -> None:
-    """Pack CSV or JSONL files into a parquet file with the same rows and ids; OUTPUT ends in .parquet."""
-    packed = pack_rows(
-        data, output, columns=_columns(columns, [role for role in vars(ColumnNames()) if role != "image"])
-    )
+    """Pack tars, CSV or JSONL files into a parquet file with the same rows and ids; OUTPUT ends in .parquet."""
+    packed = pack_rows(data, output, columns=_columns(columns, list(vars(ColumnNames()))))
     print(f"{packed.num_rows:,} rows packed into {output}")
 
 

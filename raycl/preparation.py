@@ -63,15 +63,15 @@ def _image_rows(source: Source) -> ray.data.Dataset:
 
 
 def pack_rows(data: str, output: str, *, columns: ColumnNames) -> Source:
-    """Copy the ``columns`` of CSV or JSONL files into a parquet file, in order; return the source.
+    """Copy the ``columns`` of tars, CSV or JSONL files into a parquet file, in order; return the source.
 
     Texts become bytes, since some may not be UTF-8; training counts those. This process reads all rows. Raises
-    ``DataError`` for other files or a broken line, ``StorageError`` if the output exists.
+    ``DataError`` for other or broken files, ``StorageError`` if the output exists.
     """
     with writing_new(output, is_file=True) as place:
         source = find_source(data, columns)
         if source.types is None:
-            raise DataError(f"{data} holds no CSV or JSONL files; give some, or train on it as it is")
+            raise DataError(f"{data} holds no tars, CSV or JSONL files; give some, or train on it as it is")
         with place.create() as sink, pq.ParquetWriter(sink, source.types) as writer:
             for fragment in source.fragments:
                 tables = (table for _, table in source.tables(fragment, source.types.names))

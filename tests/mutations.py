@@ -830,6 +830,13 @@ MUTATIONS = [
         "tests/test_table_files.py",
     ),
     Mutation(
+        "damage in the middle of a tar is its end",
+        "raycl/data/tar_tables.py",
+        "tarinfo=_Member",
+        "tarinfo=tarfile.TarInfo",
+        "tests/test_tar_tables.py",
+    ),
+    Mutation(
         "values that Hugging Face's datasets computed from the data are data",
         "raycl/data/sources.py",
         "path not in unread",

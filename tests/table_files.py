@@ -1,9 +1,10 @@
-"""Rows written as parquet, Arrow, CSV and JSONL files."""
+"""Rows written as parquet, Arrow, CSV and JSONL files and tars."""
 
 import csv
 import gzip
 import io
 import json
+import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pyarrow.parquet as pq
 from pyarrow import feather, ipc
 
 Rows = Sequence[dict[str, Any]]
+_FILES = {"image": "png", "text": "txt", "caption": "txt", "label": "cls"}
 
 
 def write_rows(path: Path, rows: Rows) -> Path:
@@ -24,6 +26,9 @@ def write_rows(path: Path, rows: Rows) -> Path:
         return path
     if name.endswith((".arrow", ".feather")):
         write_arrow(path, pa.Table.from_pylist(list(rows)))
+        return path
+    if name.endswith((".tar", ".tgz")):
+        write_tar(path, [files_of(row) for row in rows])
         return path
     text = io.StringIO(newline="")
     if name.endswith(("jsonl", "ndjson")):
@@ -60,3 +65,25 @@ def write_saved(folder: Path, table: pa.Table, *, num_files: int = 2) -> Path:
     (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
     (folder / "dataset_info.json").write_text(json.dumps({"features": {}}))
     return folder
+
+
+def files_of(row: dict[str, Any]) -> dict[str, bytes]:
+    """Return the files of a row in a tar by ending: image, text and label, and all else as JSON."""
+    apart = {name: row[name] for name in _FILES if isinstance(row.get(name), str | bytes | int)}
+    files = {
+        _FILES[name]: value if isinstance(value, bytes) else str(value).encode()
+        for name, value in apart.items()
+    }
+    return files | {"json": json.dumps({name: row[name] for name in row.keys() - apart.keys()}).encode()}
+
+
+def write_tar(path: Path, samples: Sequence[dict[str, bytes]]) -> Path:
+    """Write the files of each sample by ending."""
+    path.parent.mkdir(exist_ok=True, parents=True)
+    with tarfile.open(path, "w:gz" if path.name.endswith("gz") else "w") as tar:
+        for number, files in enumerate(samples):
+            for ending, content in files.items():
+                member = tarfile.TarInfo(f"part/{number:06d}.{ending}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    return path

@@ -138,8 +138,8 @@ def test_files_without_rows_or_the_columns_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no column 'text'; it has texts"):
         find_source(str(other), TEXTS)
     write_rows(tmp_path / "mixed" / "a.arrow", [{"text": "a"}])
-    write_rows(tmp_path / "mixed" / "b.csv", [{"text": "a"}])
-    with pytest.raises(DataError, match=r"several formats \(1 arrow, 1 csv\); give a folder of one"):
+    write_rows(tmp_path / "mixed" / "b.tar", [{"text": "a"}])
+    with pytest.raises(DataError, match=r"several formats \(1 arrow, 1 tar\); give a folder of one"):
         find_source(str(tmp_path / "mixed"), TEXTS)
 
 

@@ -176,8 +176,8 @@ def test_sources_without_rows_are_refused_in_one_line(tmp_path: Path) -> None:
     write_parquet(tmp_path / "rows.parquet", 0)
     for name, message in (
         ("missing", "there is nothing at"),
-        ("empty", "holds no images and no parquet or Arrow files"),
-        ("texts", "holds no images and no parquet or Arrow files"),
+        ("empty", "holds no images and no parquet, Arrow or tar files"),
+        ("texts", "holds no images and no parquet, Arrow or tar files"),
         ("rows.parquet", "holds no rows"),
         ("bad.parquet", "as parquet"),
     ):

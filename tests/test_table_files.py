@@ -1,4 +1,4 @@
-"""CSV, JSONL and Arrow: the same rows as in parquet, and broken files in one line."""
+"""CSV, JSONL, Arrow and tars: the same rows as in parquet, and broken files in one line."""
 
 import gzip
 from dataclasses import replace
@@ -39,7 +39,7 @@ PAIRS = ColumnNames(image=None, query="query", document="document")
 WEIGHTED = ColumnNames(image=None, query="query", document="document", weight="w")
 ODD = ['with, a comma and "quotes"', "of two\nlines", "Größe 日本", "007", "2024-01-01", "NA", " ", "", None]
 CSV, TSV, LINES = ("csv", "csv.gz"), ("tsv", "tsv.gz"), ("jsonl", "ndjson", "jsonl.gz", "ndjson.gz")
-WITH_IMAGES = ("arrow", "feather")
+WITH_IMAGES = ("arrow", "feather", "tar", "tar.gz", "tgz")
 
 
 def texts(num_rows: int = 60) -> list[str | None]:
@@ -119,6 +119,7 @@ def small_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if request.param is not None:
         monkeypatch.setattr("raycl.data.sources.ROWS_PER_FRAGMENT", request.param)
         monkeypatch.setattr("raycl.data.tables.BATCH_ROWS", 3)
+        monkeypatch.setattr("raycl.data.tar_tables.BATCH_ROWS", 4)
         monkeypatch.setattr("raycl.data.json_tables.BLOCK_BYTES", 200)
         monkeypatch.setattr("raycl.data.csv_tables._BLOCK_BYTES", 600)
 
@@ -217,10 +218,11 @@ def test_any_range_of_rows_is_the_same_as_in_parquet(
     assert tables["text"].cast(pa.string()).to_pylist() == [row["text"] for row in rows[start:stop]]
 
 
-@pytest.mark.parametrize("ending", ["arrow", "feather"])
+@pytest.mark.parametrize("ending", ["arrow", "feather", "tar", "tgz"])
 def test_a_file_that_was_cut_off_anywhere_is_refused_in_one_line(ending: str, tmp_path: Path) -> None:
     whole = write_rows(tmp_path / f"whole.{ending}", images(9)).read_bytes()
-    length = len(whole)
+    # A tar ends with two blocks of zeros, and more of them that mean nothing.
+    length = {"tar": len(whole.rstrip(b"\0")), "tgz": len(whole) - 60}.get(ending, len(whole))
     for size in [0, 1, *range(7, length, max(length // 60, 1)), length - 1]:
         (tmp_path / f"cut.{ending}").write_bytes(whole[:size])
         with pytest.raises(DataError, match=r"cut\.") as caught:
@@ -228,7 +230,7 @@ def test_a_file_that_was_cut_off_anywhere_is_refused_in_one_line(ending: str, tm
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("ending", ["jsonl.gz", "arrow", "feather"])
+@pytest.mark.parametrize("ending", ["jsonl.gz", "arrow", "feather", "tar", "tgz"])
 @pytest.mark.usefixtures("small_parts")
 def test_lists_are_the_same_as_in_parquet(ending: str, tmp_path: Path) -> None:
     rows = [
@@ -395,7 +397,7 @@ def test_empty_parts_of_jsonl_have_no_rows(tmp_path: Path) -> None:
     assert read(find_source(str(tmp_path), TEXTS))["text"] == [b"b"]
 
 
-@pytest.mark.parametrize("ending", ["csv", "jsonl.gz", "arrow"])
+@pytest.mark.parametrize("ending", ["csv", "jsonl.gz", "arrow", "tar"])
 @pytest.mark.usefixtures("small_parts")
 def test_a_row_is_found_by_its_number(ending: str, tmp_path: Path) -> None:
     rows = [{"text": text} for text in invented_texts(30)]
@@ -408,7 +410,7 @@ def test_a_row_is_found_by_its_number(ending: str, tmp_path: Path) -> None:
         assert found.where == [f"rows.{ending} row {row}"]
 
 
-@pytest.mark.parametrize("ending", ["csv", "jsonl", "arrow", "feather"])
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "arrow", "feather", "tar"])
 def test_a_file_that_lost_rows_since_they_were_counted_is_refused(ending: str, tmp_path: Path) -> None:
     rows = [{"text": text} for text in invented_texts(30)]
     source = find_source(str(write_rows(tmp_path / f"rows.{ending}", rows)), TEXTS)
@@ -420,7 +422,7 @@ def test_a_file_that_lost_rows_since_they_were_counted_is_refused(ending: str, t
 
 
 @pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize("ending", ["tsv.gz", "jsonl"])
+@pytest.mark.parametrize("ending", ["tsv.gz", "jsonl", "tgz"])
 def test_packed_rows_are_the_same_and_so_are_their_ids(ending: str, tmp_path: Path) -> None:
     for name in "ab":
         write_rows(tmp_path / "rows" / f"{name}.{ending}", pairs())
@@ -429,11 +431,11 @@ def test_packed_rows_are_the_same_and_so_are_their_ids(ending: str, tmp_path: Pa
     assert (packed.num_rows, found.kind) == (120, "parquet")
     expected = read(packed)
     assert read(found) == expected | {"row": list(range(120))}
-    with pytest.raises(DataError, match="holds no CSV or JSONL files"):
+    with pytest.raises(DataError, match="holds no tars, CSV or JSONL files"):
         pack_rows(str(tmp_path / "rows.parquet"), str(tmp_path / "again.parquet"), columns=WEIGHTED)
 
 
-@pytest.mark.parametrize("ending", ["csv", "jsonl.gz", "arrow"])
+@pytest.mark.parametrize("ending", ["csv", "jsonl.gz", "arrow", "tar"])
 def test_the_doctor_and_commands_on_trained_runs_read_the_same_rows(ending: str, tmp_path: Path) -> None:
     rows = pairs()
     file, parquet = (str(write_rows(tmp_path / f"pairs.{each}", rows)) for each in (ending, "parquet"))
@@ -449,7 +451,7 @@ def test_the_doctor_and_commands_on_trained_runs_read_the_same_rows(ending: str,
     assert found.num_invalid == expected.num_invalid == 6
 
 
-@pytest.mark.parametrize("ending", ["parquet", "csv", "jsonl.gz", "arrow"])
+@pytest.mark.parametrize("ending", ["parquet", "csv", "jsonl.gz", "arrow", "tar.gz"])
 def test_equivalent_texts_are_gathered_from_each_format(ending: str, tmp_path: Path) -> None:
     rows = [{"text": f"t{row}", "about": ["x", "y", None][row % 3]} for row in range(9)]
     write_rows(tmp_path / f"rows.{ending}", rows)

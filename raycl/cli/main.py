@@ -88,7 +88,7 @@ def train(
     data: Annotated[
         list[str],
         typer.Option(
-            help="File (parquet, Arrow, CSV, JSONL), folder of them, or folder of images; local or s3://. May be "
+            help="File (parquet, Arrow, tar, CSV, JSONL), folder of them, or folder of images; local or s3://. May be "
             "repeated: each batch has rows of one data set."
         ),
     ],

@@ -1,7 +1,7 @@
 """Files of lines of JSON: an object per row."""
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, reduce
 from typing import final
@@ -37,23 +37,14 @@ class JsonTables:
                 found.setdefault(field.name, []).append(_plain(field.type))
         if not num_rows:
             return TableFile(group_sizes=[], schema=pa.schema([]))
-        kinds = {name: each[0] for name, each in found.items()}
-        for name, roles in roles_of(columns.found_in(list(found), where=str(place))).items():
-            kind = reduce(partial(_common, f"{name!r} of {place}"), found[name])
-            if "sample_id" in roles and pa.types.is_floating(kind):
-                # Arrow makes floats of larger integers, and so merges them.
-                raise DataError(
-                    f"ids must be integers of 64 bits or text, column {name!r} of {place} holds others; give them as text"
-                )
-            kinds[name] = _type(roles, kind)
-        return TableFile(group_sizes=[num_rows], schema=pa.schema(list(kinds.items())))
+        return TableFile(group_sizes=[num_rows], schema=found_schema(place, columns, found))
 
     def shared_types(self, schemas: Sequence[pa.Schema], *, where: str) -> pa.Schema:
         """Return the types of the columns; raises ``DataError`` if two files differ."""
         names = schemas[0].names
         kinds = {
             name: reduce(
-                partial(_common, f"{name!r} of {where}"), [each.field(name).type for each in schemas]
+                partial(common_type, f"{name!r} of {where}"), [each.field(name).type for each in schemas]
             )
             for name in names
         }
@@ -117,14 +108,33 @@ def _broken(place: Place, first: int, error: Exception) -> DataError:
     )
 
 
-def _common(column: str, one: pa.DataType, other: pa.DataType) -> pa.DataType:
+def found_schema(
+    place: Place,
+    columns: ColumnNames,
+    found: Mapping[str, Sequence[pa.DataType]],
+    common: Callable[[str, pa.DataType, pa.DataType], pa.DataType] | None = None,
+) -> pa.Schema:
+    """Return the types to read the columns with, from those that each has in parts of a file."""
+    kinds = {name: each[0] for name, each in found.items()}
+    for name, roles in roles_of(columns.found_in(list(found), where=str(place))).items():
+        kind = reduce(partial(common or common_type, f"{name!r} of {place}"), found[name])
+        if "sample_id" in roles and pa.types.is_floating(kind):
+            # Arrow makes floats of larger integers, and so merges them.
+            raise DataError(
+                f"ids must be integers of 64 bits or text, column {name!r} of {place} holds others; give them as text"
+            )
+        kinds[name] = _type(roles, kind)
+    return pa.schema(list(kinds.items()))
+
+
+def common_type(column: str, one: pa.DataType, other: pa.DataType) -> pa.DataType:
     """Return the type for values of both types."""
     if one == other or pa.types.is_null(other):
         return one
     if pa.types.is_null(one):
         return other
     if is_list(one) and is_list(other):
-        return pa.list_(_common(column, one.value_type, other.value_type))  # type: ignore[attr-defined]
+        return pa.list_(common_type(column, one.value_type, other.value_type))  # type: ignore[attr-defined]
     if {one, other} == {pa.int64(), pa.float64()}:
         return pa.float64()
     raise DataError(f"column {column} holds {one} and {other}; give its values one type")

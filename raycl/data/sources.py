@@ -20,6 +20,7 @@ from raycl.data.json_tables import JsonTables
 from raycl.data.labels import NO_LABEL, are_numbers, class_names, label_numbers
 from raycl.data.parquet_tables import ParquetTables
 from raycl.data.tables import TableFile, TableFormat
+from raycl.data.tar_tables import TarTables
 from raycl.data.weights import check_weight_columns
 from raycl.errors import DataError
 from raycl.storage import Place, absolute
@@ -27,9 +28,9 @@ from raycl.storage import Place, absolute
 ROWS_PER_FRAGMENT = 2_048
 _PARQUET = ParquetTables()
 _FORMATS: dict[str, TableFormat] = {
-    each.name: each for each in (_PARQUET, CsvTables(), JsonTables(), ArrowTables())
+    each.name: each for each in (_PARQUET, CsvTables(), JsonTables(), ArrowTables(), TarTables())
 }
-FORMATS = "parquet, CSV, JSONL, Arrow"
+FORMATS = "parquet, CSV, JSONL, Arrow, tar"
 
 
 @final
@@ -237,7 +238,7 @@ def _folder_source(uri: str, files: list[str]) -> Source:
     paths = [path for path in files if _ending(path) in EXTENSIONS]
     if not paths:
         raise DataError(
-            f"{uri} holds no images and no parquet or Arrow files ({len(files)} other files); "
+            f"{uri} holds no images and no parquet, Arrow or tar files ({len(files)} other files); "
             f"known endings of images are {', '.join(sorted(EXTENSIONS))}"
         )
     classes = _class_folders(paths)

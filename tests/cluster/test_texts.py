@@ -203,14 +203,15 @@ def test_a_run_on_csv_that_loses_a_worker_equals_a_run_on_parquet(click_log: Pat
 
 
 @pytest.mark.drill
-def test_runs_on_a_saved_data_set_equal_a_run_on_parquet(tmp_path: Path) -> None:
+def test_runs_on_a_saved_data_set_and_on_tars_equal_a_run_on_parquet(tmp_path: Path) -> None:
     table = pq.read_table(write_digits(tmp_path / "digits.parquet", 200))
     captions = [f"the digit {label}" for label in table["label"].to_pylist()]
     table = pa.table({"image": table["image"], "caption": captions})
-    folders = {name: tmp_path / name for name in ("parquet", "saved")}
+    folders = {name: tmp_path / name for name in ("parquet", "saved", "tars")}
     write_saved(folders["saved"], table)
     for number, part in enumerate((table.slice(0, 100), table.slice(100))):
-        write_rows(folders["parquet"] / f"{number}.parquet", part.to_pylist())
+        for name, ending in (("parquet", "parquet"), ("tars", "tar")):
+            write_rows(folders[name] / f"{number}.{ending}", part.to_pylist())
     settings: dict[str, Any] = {
         "workers": 1,
         "data.channels": 1,

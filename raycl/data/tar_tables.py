@@ -1,0 +1,251 @@
+"""Tars of samples as WebDataset has them: consecutive files that share a name are one row."""
+
+import contextlib
+import io
+import json
+import re
+import sys
+import tarfile
+import zlib
+from collections.abc import Collection, Iterator, Sequence
+from functools import cache, partial, reduce
+from itertools import islice
+from tarfile import HeaderError, ReadError
+from typing import Any, Self, final
+
+import pyarrow as pa
+
+from raycl.data.columns import ColumnNames, is_list
+from raycl.data.images import EXTENSIONS
+from raycl.data.json_tables import common_type, found_schema
+from raycl.data.tables import BATCH_ROWS, BLOCK_BYTES, TableFile, chosen, reading, roles_of, row_range
+from raycl.errors import DataError, first_line
+from raycl.storage import Place
+
+_NAME = re.compile(
+    r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL
+)  # the name that a sample's files share, and the ending
+_TEXTS = frozenset({"txt", "text"})
+_ENDINGS = {
+    "image": frozenset(ending.removeprefix(".") for ending in EXTENSIONS),
+    "text": _TEXTS,
+    "caption": _TEXTS,
+    "label": frozenset({"cls"}),
+}
+_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")  # "007" and "7" are different ids
+_64_BITS = range(-(2**63), 2**63)
+_IDS_AND_LABELS = {"label", "sample_id", "query_id", "document_id"}
+_ALL = range(sys.maxsize)
+_END = tarfile.EOFHeaderError  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@final
+class TarTables:
+    """Tars, plain or compressed. A file's ending is its column, and so is each key of a JSON file.
+
+    A column that a sample lacks is a missing value. Ids and labels in files are integers if all of a column are, else
+    text.
+    """
+
+    name = "tar"
+    endings = (".tar", ".tar.gz", ".tgz")
+    holds_images = True
+
+    def inspect(self, place: Place, columns: ColumnNames) -> TableFile:
+        """Count the samples; reads JSON, ids and labels only, and skips the other files of a plain tar."""
+        wanted = roles_of(ColumnNames(**{role: name or role for role, name in vars(columns).items()}))
+        as_text = {name for name, roles in wanted.items() if _IDS_AND_LABELS & set(roles)}
+        num_rows, found = 0, dict[str, list[pa.DataType]]()
+        for sample in _samples(place, as_text, _ALL):
+            num_rows += 1
+            for name, value in sample.items():
+                kinds = found.setdefault(name, [])
+                kind = _kind(place, name, value, is_text=name in as_text) if name in wanted else pa.null()
+                if kind not in kinds:
+                    kinds.append(kind)
+        schema = found_schema(place, columns, found, _common) if num_rows else pa.schema([])
+        return TableFile(group_sizes=[num_rows] if num_rows else [], schema=schema)
+
+    def shared_types(self, schemas: Sequence[pa.Schema], *, where: str) -> pa.Schema:
+        """Return the types of the columns; one with integers in some files and text in others is text."""
+        return pa.schema(
+            [
+                (
+                    name,
+                    reduce(
+                        partial(_common, f"{name!r} of {where}"), [each.field(name).type for each in schemas]
+                    ),
+                )
+                for name in schemas[0].names
+            ]
+        )
+
+    def read(
+        self, place: Place, names: Sequence[str], types: pa.Schema | None, *, start: int, stop: int
+    ) -> Iterator[tuple[int, pa.Table]]:
+        """Yield (position, rows) of a range; skips the other files of a plain tar."""
+        yield from row_range(place, _tables(place, chosen(types, names), range(start, stop)), start, stop)
+
+    def column(self, place: Place, name: str, types: pa.Schema | None) -> pa.ChunkedArray:
+        """Return a column of all rows."""
+        schema = chosen(types, [name])
+        return pa.concat_tables([schema.empty_table(), *_tables(place, schema, _ALL)])[name]
+
+
+@final
+class _Member(tarfile.TarInfo):
+    """A file in a tar. Python takes a tar as complete where one cannot be read, or where bytes are missing."""
+
+    @classmethod
+    def fromtarfile(cls, tarfile: tarfile.TarFile) -> Self:
+        try:
+            return super().fromtarfile(tarfile)
+        except _END:
+            raise
+        except HeaderError as error:
+            raise ReadError(f"{error} at byte {tarfile.offset:,}, before the end of the tar") from error
+
+
+@contextlib.contextmanager
+def _open(place: Place) -> Iterator[tarfile.TarFile]:
+    """Open a tar; a file that cannot be read raises an error."""
+    source: Any
+    with reading(place, "tar", "write the tar again"), place.open() as source:
+        is_compressed = place.name.lower().endswith("gz")
+        if is_compressed:
+            source = pa.CompressedInputStream(pa.BufferedInputStream(source, BLOCK_BYTES), "gzip")
+        elif not place.is_local:
+            source = io.BufferedReader(source, BLOCK_BYTES)  # a request for each name would be slow
+        try:
+            with tarfile.open(fileobj=source, mode="r|" if is_compressed else "r:", tarinfo=_Member) as tar:
+                yield tar
+        except (tarfile.TarError, EOFError, zlib.error) as error:
+            raise pa.ArrowInvalid(first_line(error)) from error
+
+
+def _samples(place: Place, names: Collection[str], rows: range) -> Iterator[dict[str, Any]]:
+    """Yield the values of each sample: of the columns ``names`` and from JSON in these rows, and else ``b""``."""
+    row, key, sample, keys = 0, "", dict[str, Any](), dict[str, Any]()
+    with _open(place) as tar:
+        while (member := tar.next()) is not None:
+            tar.members.clear()  # type: ignore[attr-defined]
+            named = _NAME.fullmatch(member.name)
+            if named is None or not member.isreg() or member.issparse():
+                continue
+            if named[1] != key:
+                if key:
+                    yield keys | sample
+                    row += 1
+                key, sample, keys = named[1], {}, {}
+            columns = _columns(named[2])
+            if twice := sample.keys() & columns:
+                raise DataError(
+                    f"row {row} of {place} has two files for column {twice.pop()!r}, the second is {member.name!r}; "
+                    "keep one of them"
+                )
+            is_json = named[2].lower() == "json"
+            content = b""
+            if row in rows and (is_json or not columns.isdisjoint(names)):
+                content = _content(tar, member)
+            if is_json:
+                keys = _parsed(place, row, content) if row in rows else {}
+            else:
+                sample |= dict.fromkeys(columns, content)
+        if key:
+            yield keys | sample
+
+
+def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    file = tar.extractfile(member)
+    assert file is not None, "only regular files are read"
+    return file.read()
+
+
+@cache
+def _columns(ending: str) -> frozenset[str]:
+    """Return the names of the column of files with an ending."""
+    known = {name for name, endings in _ENDINGS.items() if ending.lower() in endings}
+    return frozenset(known or {ending.removesuffix(".txt")})
+
+
+def _parsed(place: Place, row: int, content: bytes) -> dict[str, Any]:
+    """Return an object of JSON."""
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"cannot read the JSON of row {row} of {place}: {first_line(error)}; mend it"
+        ) from error
+    if not isinstance(found, dict):
+        raise DataError(
+            f"the JSON of row {row} of {place} is a {type(found).__name__}; give an object, with the columns as keys"
+        )
+    return found
+
+
+def _tables(place: Place, schema: pa.Schema, rows: range) -> Iterator[pa.Table]:
+    """Yield the samples with the columns of the schema; values that are not in ``rows`` are wrong."""
+    samples = _samples(place, schema.names, rows)
+    first = 0
+    while found := list(islice(samples, BATCH_ROWS)):
+        inside = [sample if first + number in rows else {} for number, sample in enumerate(found)]
+        first += len(found)
+        try:
+            arrays = [
+                pa.array([_converted(each.get(field.name), field.type) for each in inside], field.type)
+                for field in schema
+            ]
+        except (ValueError, TypeError, OverflowError) as error:
+            raise DataError(
+                f"cannot read {place} as tar: {first_line(error)}; give text in UTF-8, and do not change it during a run"
+            ) from error
+        yield pa.table(arrays, schema=schema)
+
+
+def _kind(place: Place, name: str, value: Any, *, is_text: bool) -> pa.DataType:
+    """Return the type of a value of a column; ``is_text``: a file of it holds an id or a label."""
+    match value:
+        case bytes() if is_text:
+            try:
+                text = value.decode().strip()
+            except UnicodeDecodeError:
+                raise DataError(
+                    f"column {name!r} of {place} holds bytes that are not UTF-8; give text"
+                ) from None
+            is_integer = _INTEGER.fullmatch(text) and int(text) in _64_BITS
+            return pa.int64() if is_integer else pa.string() if text else pa.null()
+        case bytes():
+            return pa.binary()
+        case bool():
+            return pa.bool_()
+        case int() if value in _64_BITS:
+            return pa.int64()
+        case int() | float():
+            return pa.float64()
+        case str():
+            return pa.string()
+        case list():
+            kinds = [_kind(place, name, each, is_text=is_text) for each in value]
+            return pa.list_(reduce(partial(common_type, f"{name!r} of {place}"), kinds, pa.null()))
+        case None:
+            return pa.null()
+    return pa.struct([])
+
+
+def _common(column: str, one: pa.DataType, other: pa.DataType) -> pa.DataType:
+    """Return the type for values of both types."""
+    if {one, other} in ({pa.int64(), pa.string()}, {pa.binary(), pa.string()}):
+        return pa.string() if pa.int64() in (one, other) else pa.binary()
+    return common_type(column, one, other)
+
+
+def _converted(value: Any, kind: pa.DataType) -> Any:
+    """Return a value as one of the type."""
+    if isinstance(value, bytes) and not pa.types.is_binary(kind):
+        value = value.decode().strip() or None
+        return int(value) if value is not None and pa.types.is_integer(kind) else value
+    if isinstance(value, str) and pa.types.is_binary(kind):
+        return value.encode(errors="surrogatepass")  # not UTF-8: an invalid row
+    if isinstance(value, list) and is_list(kind):
+        return [_converted(each, kind.value_type) for each in value]  # type: ignore[attr-defined]
+    return str(value) if isinstance(value, int) and pa.types.is_string(kind) else value
