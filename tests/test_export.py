@@ -331,6 +331,11 @@ REFUSED: dict[str, tuple[Callable[[Path], str], dict[str, Any], str]] = {
         {},
         "of_ones is a network of your own, which sentence-transformers does not know",
     ),
+    "damped tokens": (
+        partial(write_texts_run, arguments={"dim": 24, "sublinear_tf": True}),
+        {},
+        "no module for sublinear_tf of a bag of subwords; export to onnx",
+    ),
     "a head of GroupNorm": (
         partial(write_texts_run, head=HEAD, norm="group"),
         {},

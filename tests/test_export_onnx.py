@@ -68,10 +68,11 @@ def assert_same(came: Tensor, expected: Tensor, atol: float = 1e-5) -> None:
 @pytest.mark.parametrize(
     ("name", "tokenizer"),
     [*((name, "own") for name in ENCODERS), *(("transformer", each) for each in list(TOKENIZERS)[1:]),
-     ("bag_of_subwords", "foreign")],
+     ("bag_of_subwords", "foreign"), ("bag_of_subwords, damped", "own")],
 )  # fmt: skip
 def test_a_graph_of_tokens_gives_the_same_vectors_as_raycl(name: str, tokenizer: str, tmp_path: Path) -> None:
-    run = write_texts_run(tmp_path / "run", name, tokenizer=TOKENIZERS[tokenizer]())
+    arguments = {"dim": 24, "sublinear_tf": True} if "damped" in name else None
+    run = write_texts_run(tmp_path / "run", name, tokenizer=TOKENIZERS[tokenizer](), arguments=arguments)
     export_encoder(run, tmp_path / "out", to="onnx")
     expected, tokens = load_encoder(run).encode(TEXTS), tokens_of(tmp_path / "out", TEXTS)
     assert tokens.shape == (len(TEXTS), MAX_LENGTH)

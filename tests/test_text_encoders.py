@@ -1,6 +1,8 @@
 """Text encoders: padding has no effect and little cost, and outputs equal the documented formulas."""
 
+import math
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from raycl.errors import ConfigError
 from raycl.gradient_cache import embed_in_chunks
@@ -164,15 +167,23 @@ def test_the_transformer_equals_torchs_with_the_same_weights(
 
 
 @pytest.mark.parametrize("weighted", [True, False])
-def test_the_bag_of_subwords_is_a_weighted_mean_and_a_network(weighted: bool) -> None:
-    encoder = build("bag_of_subwords", weighted=weighted).eval()
+@pytest.mark.parametrize("sublinear", [False, True])
+def test_the_bag_of_subwords_is_a_weighted_mean_and_a_network(weighted: bool, sublinear: bool) -> None:
+    encoder = build("bag_of_subwords", weighted=weighted, sublinear_tf=sublinear).eval()
     assert isinstance(encoder, BagOfSubwords)
     assert encoder.network is not None
-    for row in (rows_of(7)[0], rows_of(1)[0], torch.tensor([3, 3, 9])):
+    rows = [rows_of(7)[0], rows_of(1)[0], torch.tensor([3, 3, 9]), torch.tensor([5, 2, 5, 5, 2])]
+    together = encoder(pad_sequence(rows, batch_first=True))
+    for row, found in zip(rows, together, strict=True):
         weights = torch.ones(NUM_TOKENS) if encoder.log_weights is None else encoder.log_weights.exp()
-        total = sum(weights[token] * encoder.token_embedding.weight[token] for token in row)
-        mean = encoder.norm(total / sum(weights[token] for token in row))
+        weights = weights.double()
+        for token, count in Counter(row.tolist()).items():
+            weights[token] *= 1 + math.log(count) if sublinear else count
+        tokens = row.unique()
+        total = sum(weights[token] * encoder.token_embedding.weight[token] for token in tokens)
+        mean = encoder.norm((total / weights[tokens].sum()).float())
         expected = mean + encoder.network(mean)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(encoder(row[None])[0], expected, rtol=1e-5, atol=1e-6)
 
 

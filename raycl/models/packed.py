@@ -83,6 +83,13 @@ class PackedTokens:
         position = torch.arange(self.length, device=self.real.device)
         return self.pack(position.expand(self.batch, -1))
 
+    def counts(self) -> Tensor:
+        """Return how often each token occurs in its row, float32 [num_packed]."""
+        tokens = self.unpack(self.tokens)
+        ordered = tokens.sort(dim=1).values
+        count = torch.searchsorted(ordered, tokens, right=True) - torch.searchsorted(ordered, tokens)
+        return self.pack(count).float()
+
     def mask(self) -> Tensor | None:
         """Return the attention mask [batch, 1, 1, length], True at real tokens; None without padding."""
         return None if self._index is None else self.real[:, None, None]

@@ -145,7 +145,8 @@ class BagOfSubwords(nn.Module):
 
     Encodes tokens [batch, length] to [batch, dim]; the order of the tokens does not matter.
     ``weighted`` learns a positive weight per token, starting from ``first_weights`` (inverse document
-    frequencies work well) or from 1. ``hidden_dim=0`` omits the network.
+    frequencies work well) or from 1. With ``sublinear_tf``, a token that occurs c times in a text counts
+    1 + ln(c) times, as in TF-IDF. ``hidden_dim=0`` omits the network.
     """
 
     def __init__(
@@ -157,6 +158,7 @@ class BagOfSubwords(nn.Module):
         hidden_dim: int = 1_024,
         dropout: float = 0.1,
         weighted: bool = True,
+        sublinear_tf: bool = False,
         first_weights: Sequence[float] | None = None,
     ) -> None:
         super().__init__()
@@ -164,7 +166,7 @@ class BagOfSubwords(nn.Module):
             raise ConfigError(
                 f"a bag of subwords cannot have dim={dim}, hidden_dim={hidden_dim}; give positive ones"
             )
-        self._num_tokens, self._max_length = num_tokens, max_length
+        self._num_tokens, self._max_length, self.sublinear_tf = num_tokens, max_length, sublinear_tf
         self.token_embedding = nn.Embedding(num_tokens, dim, padding_idx=PADDING)
         self.log_weights = nn.Parameter(torch.zeros(num_tokens)) if weighted else None
         if first_weights is not None:
@@ -197,10 +199,15 @@ class BagOfSubwords(nn.Module):
     def _mean(self, rows: PackedTokens) -> Tensor:
         lengths = rows.real.sum(1)
         starts = lengths.cumsum(0) - lengths
-        if self.log_weights is None:
+        if self.log_weights is None and not self.sublinear_tf:
             return F.embedding_bag(rows.tokens, self.token_embedding.weight, starts, mode="mean")
-        # The parameter is a logarithm, so that every update leaves the weight positive.
-        weights = self.log_weights.index_select(0, rows.tokens).exp()
+        weights = self.token_embedding.weight.new_ones(len(rows.tokens))
+        if self.log_weights is not None:
+            # The parameter is a logarithm, so that every update leaves the weight positive.
+            weights = self.log_weights.index_select(0, rows.tokens).exp()
+        if self.sublinear_tf:
+            count = rows.counts()
+            weights = weights * ((1 + count.log()) / count)
         total = F.embedding_bag(
             rows.tokens, self.token_embedding.weight, starts, mode="sum", per_sample_weights=weights
         )

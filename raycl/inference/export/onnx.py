@@ -170,7 +170,7 @@ class _PaddedBag(nn.Module):
 
     def __init__(self, network: BagOfSubwords, ids: Tensor) -> None:
         super().__init__()
-        self._norm, self._network = network.norm, network.network
+        self._norm, self._network, self._sublinear_tf = network.norm, network.network, network.sublinear_tf
         self._vectors = nn.Parameter(network.token_embedding.weight.detach()[ids])
         # Zero for the padding, so that it counts in neither sum.
         weights = (ids != PADDING).float()
@@ -181,6 +181,9 @@ class _PaddedBag(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Encode tokens [batch, length] to [batch, dim]."""
         weights = F.embedding(tokens, self._weights)  # [batch, length, 1]
+        if self._sublinear_tf:
+            count = (tokens[:, :, None] == tokens[:, None, :]).float().sum(2, keepdim=True)
+            weights = weights * ((1 + count.log()) / count)
         total = (F.embedding(tokens, self._vectors) * weights).sum(1)
         mean = self._norm(total / weights.sum(1).clamp(min=torch.finfo(torch.float32).tiny))
         return mean if self._network is None else mean + self._network(mean)

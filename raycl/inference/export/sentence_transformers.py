@@ -96,6 +96,11 @@ def _modules(encoder: TextEncoder) -> list[_Module]:
         dim = network.token_embedding.embedding_dim
         modules = [_pooling(dim, argument(spec, TextTransformer, "pooling"))]
     elif isinstance(network, BagOfSubwords):
+        if network.sublinear_tf:
+            raise ConfigError(
+                "sentence-transformers has no module for sublinear_tf of a bag of subwords; export to onnx, or load it "
+                "with raycl.load_encoder"
+            )
         files = _lookup_files(network, raycl_ids(tokens), max_length=spec.max_length)
         modules = list(_bag(network, tokens, raycl_ids(tokens)))
     else:
