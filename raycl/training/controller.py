@@ -98,8 +98,8 @@ class _DataContextOnly(DatasetsCallback):
     began = 0.0  # as in ``RayTrainer``
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
-        # The other one is for the actor by which Ray Train synchronizes the workers of a group.
-        stand_by(2, began=self.began)
+        # For itself and for two actors that Ray Train's controller starts for each group.
+        stand_by(3, began=self.began)
         return {}
 
 

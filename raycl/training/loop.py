@@ -38,7 +38,8 @@ def run_worker(settings: dict[str, ray.ObjectRef]) -> Outcome | None:
     """Train on this worker; return the outcome of the group, which the first worker reports."""
     job: Job = ray.get(settings["job"])
     prepare_process(max(1, available_cores() // ray.train.get_context().get_local_world_size()))
-    stand_by(began=job.began)
+    is_reading = rank() == 0 and job.stream is not None  # it starts the actor that reads the stream
+    stand_by(2 if is_reading else 1, began=job.began)
     # Ray Train replaces all workers if one of them dies, so the first one sends heartbeats for all.
     heartbeats = (
         send_heartbeats(job.coordinator) if rank() == 0 else contextlib.nullcontext(threading.Event())

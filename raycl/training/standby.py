@@ -17,7 +17,7 @@ from ray._private import ray_constants, worker
 
 HOOK = ray_constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR  # names the function that a new process calls
 _MIN_RUN_S = 60.0  # a shorter run needs no other process, whose imports would take its CPUs
-_DELAY_S = 5.0  # for the first steps of a group
+_DELAY_S = 15.0  # their imports must not delay the first steps of a group
 _KEPT_S = 7 * 24 * 3600
 _TIMEOUT_S = 10.0
 _IDLE_S = 2.0  # after the start of a process; an actor that it was started for arrives before
