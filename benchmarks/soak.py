@@ -3,11 +3,11 @@
     python benchmarks/soak.py [--minutes 60] [--every 120] [--output docs/images/soak.png]
 
 Starts a Ray of its own and ``jobs/train.py`` as a process of its own: MoCo v2 on scikit-learn's digits, two workers,
-streamed data. In turn a worker, a shard, Ray Train's controller and the reader of the stream
-are ended by SIGKILL. Every five seconds it reads each process's private memory (``RssAnon``) and the size of
-Ray's object store. At last the run is asked to stop, and its surviving processes are
-counted. It prints the losses by victim: seconds and steps, by the run's own lines of failures. Beside the picture lies a
-JSON file of the same name with every number in it.
+streamed data. In turn a node with a worker, a worker, a shard, Ray Train's controller and the reader of the stream
+are ended by SIGKILL. A spare node is there; another one joins 45 s after a node was killed. Every five seconds it reads each
+process's private memory (``RssAnon``) and the size of Ray's object store. At last the run is asked to stop, and its
+surviving processes are counted. It prints the losses by victim: seconds and steps, by the run's own lines of failures.
+Beside the picture lies a JSON file of the same name with every number in it.
 """
 
 import json
@@ -26,6 +26,8 @@ from statistics import median
 from typing import Any
 
 os.environ["RAY_AUTH_MODE"] = "disabled"  # or Ray writes a token into the home folder
+# Ray's head notices a dead node after 3 s instead of 15 s or more.
+os.environ |= {"RAY_health_check_period_ms": "1000", "RAY_health_check_failure_threshold": "3"}
 
 import ray
 from measuring import FOLDER, describe_machine, make_parser, processes, read_status, write_json
@@ -37,14 +39,21 @@ from raycl.records import FAILURE, read_metrics, read_result
 from raycl.storage import Place
 
 # In any environment in which raycl is installed for development.
-from tests.cluster.faults import kill_process
+from tests.cluster import faults
+from tests.cluster.faults import Node, kill_process
 
-VICTIMS = ("ray::RayTrainWorker", "ray::QueueActor", "ray::TrainController", "ray::_Windows")
+NODE = "node"
+PROCESSES = ("ray::RayTrainWorker", "ray::QueueActor", "ray::TrainController", "ray::_Windows")
+VICTIMS = (NODE, *PROCESSES)
 KEPT = ("raylet", "gcs_server", "driver", "ray::RunCoordinator")  # what should live for the whole hour
 LOOK_S = 5.0
+SPARE_AFTER_S = (
+    45.0  # a new node starts that long after one was killed: its start takes the CPUs of this machine
+)
+NODE_CPUS = 3
 SETTINGS = {
     "workers": 2,
-    "cpus_per_worker": 0.5,
+    "cpus_per_worker": NODE_CPUS - 0.5,  # a node has room for one worker
     "data.image_size": 16,
     "data.channels": 1,
     "data.cache": "stream",
@@ -65,7 +74,7 @@ def own_ray() -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="rcl", dir="/tmp", ignore_cleanup_errors=True) as folder:
         ray.init(
             address="local",
-            num_cpus=4,
+            num_cpus=NODE_CPUS + 1,
             include_dashboard=False,
             _temp_dir=folder,
             object_store_memory=300 * 2**20,
@@ -90,7 +99,8 @@ def start_run(folder: Path) -> subprocess.Popen[bytes]:
 class Soak:
     """Observations of a run while it loses one process after the other."""
 
-    def __init__(self, run: subprocess.Popen[bytes]) -> None:
+    def __init__(self, run: subprocess.Popen[bytes], nodes: list[Node]) -> None:
+        self._nodes, self._next_spare = nodes, float("inf")
         self._run, self._began, self.began = run, time.monotonic(), time.time()
         self.memory: dict[str, Seen] = {}  # by "kind pid"
         self.store: Seen = []
@@ -107,9 +117,22 @@ class Soak:
                 next_kill += every_s
                 title = next(victims)
                 with suppress(AssertionError):  # none of them lives just now
-                    kill_process(title, timeout_s=60)
+                    self._kill(title)
                     self.kills.append((self.seconds(), title.removeprefix("ray::")))
+            if now >= self._next_spare:
+                self._nodes.append(Node(NODE_CPUS))
+                self._next_spare = float("inf")
             time.sleep(LOOK_S)
+
+    def _kill(self, victim: str) -> None:
+        if victim != NODE:
+            kill_process(victim, timeout_s=60)
+            return
+        workers = faults.processes("ray::RayTrainWorker")
+        lost = next(node for node in self._nodes if any(map(node.has, workers)))
+        lost.kill()
+        self._nodes.remove(lost)
+        self._next_spare = self.seconds() + SPARE_AFTER_S
 
     def seconds(self) -> float:
         return time.monotonic() - self._began
@@ -170,7 +193,7 @@ def losses_by_victim(
 def draw(soak: Soak, path: Path) -> None:
     """Draw a line for each process that lived for a while, by its kind, and below the object store."""
     figure, (above, below) = panels(2, 1, 8.6, 5.2, sharex=True, height_ratios=[3, 1])
-    for number, kind in enumerate((*KEPT, *VICTIMS)):
+    for number, kind in enumerate((*KEPT, *PROCESSES)):
         lived = [seen for seen in soak.by_kind(kind) if seen[-1][0] - seen[0][0] > 10]
         for index, seen in enumerate(lived):
             label = None if index else kind.removeprefix("ray::")
@@ -187,7 +210,7 @@ def draw(soak: Soak, path: Path) -> None:
 def quarters(soak: Soak) -> dict[str, dict[str, float]]:
     """Return by kind what its processes held in the second quarter of the time and in the last one."""
     end, found = soak.store[-1][0], {}
-    for kind in (*KEPT, *VICTIMS):
+    for kind in (*KEPT, *PROCESSES):
         seen = [at_mb for each in soak.by_kind(kind) for at_mb in each]
         second = [mb for at, mb in seen if 0.25 <= at / end < 0.5]
         last = [mb for at, mb in seen if at / end >= 0.75]
@@ -201,9 +224,11 @@ def main() -> None:
     picture, total = Path(options.output), round(60 * options.minutes)
     with tempfile.TemporaryDirectory() as folder, own_ray(), ExitStack() as stack:
         output, log = Place(str(Path(folder) / "run")), Path(folder) / "log"
-        before, run = actors_alive(), start_run(Path(folder))
+        before, nodes = actors_alive(), [Node(NODE_CPUS), Node(NODE_CPUS)]
+        stack.callback(lambda: [node.kill() for node in nodes])
+        run = start_run(Path(folder))
         stack.callback(run.kill)
-        soak = Soak(run)
+        soak = Soak(run, nodes)
 
         def progress() -> tuple[int, int, str]:
             return round(soak.seconds()), total, f"seconds, {len(soak.kills)} killed"
