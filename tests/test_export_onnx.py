@@ -104,7 +104,13 @@ def test_the_side_its_head_and_its_prompt_are_in_the_folder(side: Any, tmp_path:
     [
         ("resnet18", {}),
         ("resnet10", {"width": 0.5, "representation_dim": 256, "channels": 1, "norm": "group"}),
-        ("vit_tiny", {"representation_dim": 192, "head": HeadSpec(num_layers=3, dim=7, batchnorm=False)}),
+        pytest.param(  # torch takes 15 s to write its graph
+            *(
+                "vit_tiny",
+                {"representation_dim": 192, "head": HeadSpec(num_layers=3, dim=7, batchnorm=False)},
+            ),
+            marks=pytest.mark.drill,
+        ),
     ],
     ids=["small stem", "narrow, gray, GroupNorm", "ViT, deep head"],
 )

@@ -174,7 +174,10 @@ def test_streamed_data_trains_with_slots_prefetched_one_step_ahead(data: Path, t
     [
         pytest.param("moco_v3", {"workers": 1}, {"workers": 1}, marks=pytest.mark.drill),
         pytest.param("nnclr", {"workers": 1}, {"workers": 1}, marks=pytest.mark.drill),
-        ("sogclr", {"bank.location": "worker"}, {"bank.max_staleness": 0, "bank.shards": 2}),
+        pytest.param(
+            *("sogclr", {"bank.location": "worker"}, {"bank.max_staleness": 0, "bank.shards": 2}),
+            marks=pytest.mark.drill,
+        ),
     ],
 )
 def test_a_run_that_loses_a_worker_equals_an_uninterrupted_run(
