@@ -81,7 +81,7 @@ def two_tower(image_size: int = 224) -> RunConfig:
                 batch_size=256,
                 loss="clip",
                 temperature=0.05,
-                learning_rate=3e-3,
+                learning_rate=1e-2,
                 learning_rate_scaling="square_root",
                 warmup_epochs=1.0,
             ),
