@@ -1,6 +1,8 @@
 """All GPU code on a pretend GPU: devices never mix, waits are few, and values equal the CPU's."""
 
 import json
+from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,15 @@ class InMemoryDataset:
     def take(self, positions: Any, epoch: int = 0) -> Batch:
         return batch(self._config, 0, rows=len(positions))
 
+    def where(self, keep: Any) -> "InMemoryDataset":
+        chosen = copy(self)
+        chosen.label = self.label[keep(np.arange(self._number))]
+        chosen._number = len(chosen.label)
+        return chosen
+
+    def batches(self, size: int) -> Iterator[Batch]:
+        yield self.take(range(self._number))
+
 
 def spec_of(worker: Worker) -> Any:
     tokenizer = None if worker.vocabulary is None else worker.vocabulary.tokenizer
@@ -119,6 +130,8 @@ def test_an_evaluator_measures(name: str, workers: int) -> None:
     with pretended(workers):
         worker = Worker(CASES[name], workers)
         found = evaluator_of(worker).measure(worker.learner.tower, CUDA)
+        baseline = evaluator_of(worker).baseline(CUDA)  # NCCL takes tensors of the device alone
+    assert bool(baseline) == (name == "simclr")
     if workers == 1:
         on_cpu = Worker(CASES[name], device=CPU)
         expected = evaluator_of(on_cpu).measure(on_cpu.learner.tower, CPU)

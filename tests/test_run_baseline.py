@@ -3,9 +3,11 @@
 import math
 import re
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
 
 from raycl.recipes import recipe as recipe_of
 from raycl.training.evaluators import KnnEvaluator, RetrievalEvaluator
@@ -15,6 +17,7 @@ from tests.images import encode
 from tests.pairs import clicks, rows_of, small_config, vocabulary
 from tests.workers.processes import run_workers
 
+CPU = torch.device("cpu")
 NUM_TEST = 21
 
 
@@ -35,10 +38,10 @@ def knn_evaluator() -> KnnEvaluator:
     return KnnEvaluator(bank=bank, test=test, transform=transform, k=7)
 
 
-def expected_accuracy(*, bank: range, k: int, temperature: float) -> float:
+def expected_accuracy(*, bank: Sequence[int], k: int, temperature: float) -> float:
     """Classify the first images by a weighted vote, one by one in float64."""
     rows = pictures().reshape(60, -1).astype(np.float64)
-    rows -= rows[bank].mean(axis=0)
+    rows -= rows[list(bank)].mean(axis=0)
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
     num_right = 0
     for query in range(NUM_TEST):
@@ -50,15 +53,26 @@ def expected_accuracy(*, bank: range, k: int, temperature: float) -> float:
 
 
 def test_the_baseline_of_images_is_knn_on_centered_pixels() -> None:
-    found = knn_evaluator().baseline()["baseline_knn_top1"]
+    found = knn_evaluator().baseline(CPU)["baseline_knn_top1"]
     assert found == pytest.approx(expected_accuracy(bank=range(NUM_TEST, 60), k=7, temperature=0.07))
     assert 0.4 < found < 1
 
 
 def test_the_baseline_reads_a_part_of_a_large_bank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raycl.training.evaluators.MAX_PIXEL_ROWS", 13)
-    found = knn_evaluator().baseline()["baseline_knn_top1"]
-    assert found == pytest.approx(expected_accuracy(bank=range(NUM_TEST, 60, 3), k=7, temperature=0.07))
+    for num_rows, positions in ((38, [*range(19), *range(20, 39)]), (2, [0, 38])):
+        monkeypatch.setattr("raycl.training.evaluators.MAX_PIXEL_ROWS", num_rows)
+        found = knn_evaluator().baseline(CPU)["baseline_knn_top1"]
+        bank = [NUM_TEST + each for each in positions]
+        assert found == pytest.approx(expected_accuracy(bank=bank, k=7, temperature=0.07))
+
+
+def test_documents_without_a_word_have_no_baseline() -> None:
+    config = small_config()
+    rows = rows_of(config, {"query": ["a", "b"], "document": ["!", "?"]})
+    judge = RetrievalEvaluator(
+        bank=rows, test=rows, transform=PairTransform(), tokenizer=vocabulary().tokenizer
+    )
+    assert judge.baseline(CPU) == {}
 
 
 def queries_and_documents() -> tuple[list[str], list[str]]:
@@ -105,7 +119,7 @@ def expected_recall(*, k: int) -> tuple[float, float]:
 
 
 def test_the_baseline_of_texts_is_the_recall_of_bm25() -> None:
-    found = retrieval_evaluator().baseline()
+    found = retrieval_evaluator().baseline(CPU)
     for k in (1, 10):
         first, last = expected_recall(k=k)
         assert last <= found[f"baseline_recall_at_{k}"] <= first < last + 0.15
@@ -113,7 +127,7 @@ def test_the_baseline_of_texts_is_the_recall_of_bm25() -> None:
 
 
 def baselines(rank: int, num_workers: int) -> dict[str, float]:
-    return knn_evaluator().baseline() | retrieval_evaluator().baseline()
+    return knn_evaluator().baseline(CPU) | retrieval_evaluator().baseline(CPU)
 
 
 def test_several_workers_share_the_queries_of_the_baseline() -> None:
@@ -123,8 +137,8 @@ def test_several_workers_share_the_queries_of_the_baseline() -> None:
 
 def test_captions_and_texts_without_pairs_have_no_baseline() -> None:
     judge, texts = knn_evaluator(), retrieval_evaluator()
-    assert RetrievalEvaluator(bank=judge.bank, test=judge.test, transform=judge.transform).baseline() == {}
-    assert KnnEvaluator(bank=texts.bank, test=texts.test, transform=texts.transform).baseline() == {}
+    assert RetrievalEvaluator(bank=judge.bank, test=judge.test, transform=judge.transform).baseline(CPU) == {}
+    assert KnnEvaluator(bank=texts.bank, test=texts.test, transform=texts.transform).baseline(CPU) == {}
 
 
 @pytest.mark.parametrize(("value", "is_reported"), [(0.8, True), (0.5, True), (0.81, False)])

@@ -29,6 +29,7 @@ from raycl.embedding_snapshot import (
     write_probe_set,
     write_snapshot,
 )
+from raycl.errors import DataError
 from raycl.evaluation.embed import embed
 from raycl.evaluation.knn import knn_predict, nearest
 from raycl.evaluation.raw_pixels import BASELINE_SIZE, raw_pixels
@@ -51,7 +52,7 @@ class Evaluator(Protocol):
         """Return the metrics to log, the most important first."""
         ...
 
-    def baseline(self) -> dict[str, float]:
+    def baseline(self, device: torch.device) -> dict[str, float]:
         """Return the same metrics without an encoder, named ``baseline_*``; empty if there is no such comparison."""
         ...
 
@@ -77,26 +78,28 @@ class KnnEvaluator:
         bank, bank_label = self._encode(encoder, self.bank, device)
         test, test_label = self._encode(encoder, self.test, device)
         bank, bank_label = gather_detached(bank), gather_detached(bank_label)
-        return {"knn_top1": self._accuracy(test, test_label, bank, bank_label)}
+        return {"knn_top1": self._accuracy(test, test_label, bank, bank_label, device)}
 
-    def baseline(self) -> dict[str, float]:
+    def baseline(self, device: torch.device) -> dict[str, float]:
         """Return the accuracy on raw pixels; every worker classifies its own share. Texts have no such baseline."""
         if "image" not in self.test.take(np.arange(1)).contents:
             return {}
-        every = -(-len(self.bank) // MAX_PIXEL_ROWS)
-        bank = self.bank.where(lambda ids: np.arange(len(ids)) % every == 0)
+        chosen = np.linspace(0, len(self.bank) - 1, min(len(self.bank), MAX_PIXEL_ROWS)).astype(np.int64)
+        bank = self.bank.where(lambda ids: np.isin(np.arange(len(ids)), chosen))
         own = self.test.where(lambda ids: np.arange(len(ids)) % num_workers() == rank())
         _, height, width, channels = pixels_of(self.test.take(np.arange(1))).images.shape
         size = min(BASELINE_SIZE, height, width)
         pixels, test = (raw_pixels(rows, channels=channels, size=size) for rows in (bank, own))
         mean = pixels.mean(0)
         label, test_label = (torch.from_numpy(rows.label) for rows in (bank, own))
-        return {"baseline_knn_top1": self._accuracy(test - mean, test_label, pixels - mean, label)}
+        return {"baseline_knn_top1": self._accuracy(test - mean, test_label, pixels - mean, label, device)}
 
-    def _accuracy(self, test: Tensor, test_label: Tensor, bank: Tensor, bank_label: Tensor) -> float:
+    def _accuracy(
+        self, test: Tensor, test_label: Tensor, bank: Tensor, bank_label: Tensor, device: torch.device
+    ) -> float:
         """Return the accuracy over the shares of all workers."""
         predicted = knn_predict(test, bank, bank_label, k=self.k, temperature=self.temperature)
-        return _fractions(predicted == test_label)[0]
+        return _fractions(device, predicted == test_label)[0]
 
     def _encode(
         self, encoder: nn.Module, rows: InMemoryDataset, device: torch.device
@@ -134,10 +137,10 @@ class RetrievalEvaluator:
         chosen = order[is_new]
         _, found = nearest(query.to(device), keys[chosen], k=10)
         is_right = ids[chosen][found] == wanted[:, None]
-        at_1, at_10 = _fractions(is_right[:, 0], is_right.any(1))
+        at_1, at_10 = _fractions(device, is_right[:, 0], is_right.any(1))
         return {"recall_at_10": at_10, "recall_at_1": at_1}
 
-    def baseline(self) -> dict[str, float]:
+    def baseline(self, device: torch.device) -> dict[str, float]:
         """Return the recall of BM25 on the texts as the encoder sees them; each worker ranks for its own queries."""
         if self.tokenizer is None or "document" not in self.test.take(np.arange(1)).contents:
             return {}
@@ -150,10 +153,13 @@ class RetrievalEvaluator:
         queries = Tokens.joined([tokens_of(batch, "query") for batch in own])
         wanted = np.concatenate([tokens_of(batch, "document").text_id for batch in own])
         texts = (self.tokenizer.decode(_first_texts(each)) for each in (queries, documents.take(first)))
-        _, found = bm25_search(*texts, k=10)
+        try:
+            _, found = bm25_search(*texts, k=10)
+        except DataError:  # no document has a word, on all workers alike
+            return {}
         # A query that shares no word with any document finds none: -1.
         is_right = torch.from_numpy((found >= 0) & (ids[found] == wanted[:, None]))
-        at_1, at_10 = _fractions(is_right[:, 0], is_right.any(1))
+        at_1, at_10 = _fractions(device, is_right[:, 0], is_right.any(1))
         return {"baseline_recall_at_10": at_10, "baseline_recall_at_1": at_1}
 
     def _embed(
@@ -188,12 +194,12 @@ def build_evaluator(
 _Part = tuple[InMemoryDataset, NDArray[np.int64]]  # rows and positions in them
 
 
-def _fractions(*is_right: Tensor) -> list[float]:
+def _fractions(device: torch.device, *is_right: Tensor) -> list[float]:
     """Return the fraction of true values of each vector, over the equally long vectors of all workers."""
     counts = torch.stack(
         [*(each.sum() for each in is_right), is_right[0].new_tensor(len(is_right[0]), dtype=torch.int64)]
     )
-    *num_right, num_rows = all_sum(counts).tolist()
+    *num_right, num_rows = all_sum(counts.to(device)).tolist()
     return [each / num_rows for each in num_right]
 
 

@@ -276,7 +276,7 @@ class Trainer:
             self._runner.state.average_statistics()
             if self._evaluator is not None:
                 measured |= self._evaluator.measure(self._runner.state.evaluated, self._device)
-                measured |= self._evaluator.baseline() if with_baseline else {}
+                measured |= self._evaluator.baseline(self._device) if with_baseline else {}
             if self._last_views is not None:
                 measured |= self._runner.state.leakage(self._last_views, seed=self._config.seed)
         self._metrics |= measured
