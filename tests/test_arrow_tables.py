@@ -56,6 +56,23 @@ def test_files_that_datasets_computed_from_the_data_are_not_read(tmp_path: Path)
     assert find_source(str(other), TEXTS).num_rows == 1
 
 
+def test_files_of_an_earlier_data_set_in_the_folder_are_not_read(tmp_path: Path) -> None:
+    table = pa.table({"text": list("abcdefg")})
+    write_saved(tmp_path / "saved", pa.table({"text": list("vwxyz")}), num_files=3)
+    folder = write_saved(tmp_path / "saved", table, num_files=2)
+    source = find_source(str(folder), ColumnNames(image=None, text="text"))
+    assert source.num_rows == 7
+    assert source.ignored == ((".arrow", 3), (".json", 2))
+    (folder / "data-00001-of-00002.arrow").unlink()
+    with pytest.raises(
+        DataError, match="saved lacks data-00001-of-00002.arrow, which its state.json lists; save"
+    ):
+        find_source(str(folder), ColumnNames(image=None, text="text"))
+    (folder / "state.json").write_text("{}")
+    with pytest.raises(DataError, match="state.json as the state of a saved data set"):
+        find_source(str(folder), ColumnNames(image=None, text="text"))
+
+
 def test_a_data_set_in_splits_is_refused_with_the_folders_to_give(tmp_path: Path) -> None:
     for split in ("train", "test"):
         write_saved(tmp_path / "all" / split, pa.table({"text": ["a"]}))

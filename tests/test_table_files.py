@@ -375,13 +375,15 @@ def test_a_folder_has_tables_of_one_format_and_other_files_are_named(tmp_path: P
     source = find_source(str(tmp_path), TEXTS)
     assert [fragment.file for fragment in source.fragments] == ["a.csv.gz", "b.csv", "c/d.tsv"]
     assert (source.kind, source.ignored) == ("csv", ((".md", 1),))
+    (tmp_path / "pictures.tar").write_bytes(b"")  # would be a format of its own
+    assert find_source(str(tmp_path), TEXTS).ignored == ((".md", 1), (".tar", 1))
     write_rows(tmp_path / "e.jsonl", [{"text": "e"}])
     with pytest.raises(DataError, match=r"several formats \(3 csv, 1 jsonl\); give a folder of one"):
         find_source(str(tmp_path), TEXTS)
     write_rows(tmp_path / "f.parquet", [{"text": "f"}])
     source = find_source(str(tmp_path), TEXTS)
     assert (source.kind, source.num_rows) == ("parquet", 1)
-    assert dict(source.ignored) == {".csv": 1, ".gz": 1, ".tsv": 1, ".jsonl": 1, ".md": 1}
+    assert dict(source.ignored) == {".csv": 1, ".gz": 1, ".tsv": 1, ".jsonl": 1, ".md": 1, ".tar": 1}
 
 
 def test_a_folder_of_images_may_have_other_tables_beside_them(tmp_path: Path) -> None:

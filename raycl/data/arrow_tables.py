@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import mmap
 import os
 import posixpath
@@ -61,9 +62,10 @@ class ArrowTables:
 
 
 def unread_files(uri: str, files: Sequence[str]) -> set[str]:
-    """Return the files below ``uri`` that ``datasets`` computed from its data and keeps beside it.
+    """Return the files below ``uri`` in folders that ``datasets`` saved and that are not its data.
 
-    Raises ``DataError`` for a folder of several splits (a ``DatasetDict``).
+    It keeps there what it computed from them, and the files of a data set that was saved there before. Raises ``DataError``
+    for a folder of several splits (a ``DatasetDict``), or without one of its files.
     """
     for path in files:
         if posixpath.basename(path) == "dataset_dict.json":
@@ -76,14 +78,28 @@ def unread_files(uri: str, files: Sequence[str]) -> set[str]:
             )
             given = " or ".join(f"--data {uri.rstrip('/')}/{split}" for split in splits)
             raise DataError(f"{uri} holds a data set in {len(splits)} splits; give {given or 'one of them'}")
-    saved = {posixpath.dirname(path) for path in files if posixpath.basename(path) == "state.json"}
-    return {
-        path
-        for path in files
-        if posixpath.dirname(path) in saved
-        and posixpath.basename(path).startswith("cache-")
-        and path.endswith(".arrow")
-    }
+    unread: set[str] = set()
+    for path in files:
+        folder, name = posixpath.split(path)
+        if name == "state.json":
+            listed = {posixpath.join(folder, each) for each in _data_files(Place(uri) / path)}
+            if missing := listed.difference(files):
+                raise DataError(
+                    f"{uri} lacks {min(missing)}, which its state.json lists; save the data set again"
+                )
+            own = {each for each in files if posixpath.dirname(each) == folder and each.endswith(".arrow")}
+            unread |= own - listed
+    return unread
+
+
+def _data_files(state: Place) -> list[str]:
+    """Return the names in a ``state.json``."""
+    try:
+        return [each["filename"] for each in json.loads(state.read_text())["_data_files"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"cannot read {state} as the state of a saved data set: {error!r}; save it again"
+        ) from error
 
 
 @contextlib.contextmanager

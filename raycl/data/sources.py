@@ -211,6 +211,8 @@ def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
             f"{uri} holds no files of rows ({FORMATS}), but {len(files)} others; give some with the columns "
             f"{', '.join(columns.contents.values())}"
         )
+    if texts := {name: paths for name, paths in by_format.items() if not _FORMATS[name].holds_images}:
+        by_format = texts | {name: by_format[name] for name in [_PARQUET.name] if name in by_format}
     name = _PARQUET.name if _PARQUET.name in by_format else next(iter(by_format))
     if name != _PARQUET.name and len(by_format) > 1:
         counts = ", ".join(f"{len(paths)} {name}" for name, paths in sorted(by_format.items()))
