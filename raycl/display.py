@@ -69,15 +69,17 @@ class EvaluationResult(dict[str, Any], Displayable):
         own = {name: value for name, value in self.items() if name not in ("measure", "hybrid", "baseline")}
         values = flatten({n: f"{len(v)} of them" if isinstance(v, list) else v for n, v in own.items()})
         metrics = [name for name, value in values.items() if isinstance(value, float)]
-        columns = {"encoder": values}
+        columns, numbers = {"encoder": values}, dict[str, Any]()
         for name, value in {"hybrid": self.get("hybrid"), **self.get("baseline", {})}.items():
+            if isinstance(value, int):
+                numbers[f"baseline.{name}"] = value
             if isinstance(value, Mapping):
                 columns[name] = flatten(value)
             elif isinstance(value, float):  # of the only metric
                 columns[name] = dict.fromkeys(metrics, value)
         return Table(
             title=str(self.get("measure", "scores")),
-            facts={name: value for name, value in values.items() if name not in metrics},
+            facts={name: value for name, value in values.items() if name not in metrics} | numbers,
             columns=("metric", *columns),
             rows=[(name, *(column.get(name) for column in columns.values())) for name in metrics],
         )

@@ -149,6 +149,7 @@ def test_a_baseline_of_one_number_and_scores_by_data_set_are_shown() -> None:
     )
     assert knn.to_table().columns == ("metric", "encoder", "pixels")
     assert knn.to_table().rows == [("top1", 0.5, 0.25)]
+    assert knn.to_table().facts == {"num_test": 3, "baseline.num_train": 9}
     scores = {"spearman": {"stsb": 0.5}, "mean": 0.5}
     sts = EvaluationResult(
         {"measure": "sts", **scores, "baseline": {"tfidf": {"spearman": {"sick": 0.1}, "mean": 0.1}}}

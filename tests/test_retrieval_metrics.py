@@ -201,7 +201,11 @@ def plain_fusion(*rankings: list[int]) -> list[int]:
     for ranking in rankings:
         for place, document in enumerate(ranking, 1):
             scores[document] = scores.get(document, Fraction(0)) + Fraction(1, 60 + place)
-    return sorted(scores, key=lambda document: (-scores[document], document))
+    places = [
+        (place, number, each) for number, ranking in enumerate(rankings) for place, each in enumerate(ranking)
+    ]
+    order = list(dict.fromkeys(document for _, _, document in sorted(places)))
+    return sorted(scores, key=lambda document: (-scores[document], order.index(document)))
 
 
 @given(

@@ -50,17 +50,17 @@ def search(
 def fuse(*rankings: NDArray[np.integer]) -> NDArray[np.int64]:
     """Merge rankings of the same queries by reciprocal rank fusion (Cormack, Clarke and Buettcher, 2009).
 
-    Each is [num_queries, k], document positions, best first; -1 marks an empty place. A document scores the sum of
-    1 / (60 + its rank) over the rankings that have it. Returns [num_queries, sum of all k], with the documents of
-    equal score in order of position, and -1 in empty places.
+    Each is [num_queries, k], document positions, best first; -1 marks an empty place; all have the same k. A document
+    scores the sum of 1 / (60 + its rank) over the rankings that have it. Of equal scores, the higher rank in one
+    ranking comes first, then the earlier ranking. Returns [num_queries, sum of all k], with -1 in empty places.
     """
-    width = sum(ranking.shape[1] for ranking in rankings)
-    merged = np.full((len(rankings[0]), width), -1, dtype=np.int64)
-    gains = np.concatenate([1 / (_FUSION_OFFSET + 1 + np.arange(each.shape[1])) for each in rankings])
-    for row, found in enumerate(np.concatenate(rankings, axis=1)):
-        documents, number = np.unique(found[found >= 0], return_inverse=True)
-        order = np.argsort(-np.bincount(number, weights=gains[found >= 0]), kind="stable")
-        merged[row, : len(documents)] = documents[order]
+    interleaved = np.stack(rankings, axis=2).reshape(len(rankings[0]), -1)
+    gains = 1 / (_FUSION_OFFSET + 1 + np.arange(interleaved.shape[1]) // len(rankings))
+    merged = np.full(interleaved.shape, -1, dtype=np.int64)
+    for row, found in enumerate(interleaved):
+        documents, first, number = np.unique(found[found >= 0], return_index=True, return_inverse=True)
+        score = np.bincount(number, weights=gains[found >= 0])
+        merged[row, : len(documents)] = documents[np.lexsort((first, -score))]
     return merged
 
 
