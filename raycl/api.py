@@ -64,7 +64,9 @@ def train(
     if not (uris or datasets):
         raise ConfigError("the list of data sets is empty; give at least one")
     flags = run_flags(workers=workers, gpu=gpu, epochs=epochs, steps=steps, batch_size=batch_size, seed=seed)
-    config, sources = plan_run(_named(recipe), data=uris or datasets, flags=flags, settings=settings)
+    config, sources = plan_run(
+        _named(recipe), data=uris or datasets, flags=flags, settings=settings, own_encoder=encoder is not None
+    )
     from raycl.training.launch import train as launch
 
     return launch(

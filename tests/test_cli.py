@@ -257,6 +257,7 @@ def test_small_images_get_a_small_encoder_without_a_gpu(name: str) -> None:
     assert on_cpu.model_copy(update={"encoder": papers.encoder, "augment": papers.augment}) == papers
     assert planned(gpu=True) == papers.model_copy(update={"gpu": True})
     assert planned("encoder.name=resnet34").encoder == EncoderConfig(name="resnet34")
+    assert planned("encoder={name: resnet50}").augment == papers.augment
     assert planned("encoder.name=resnet34").augment == papers.augment
     assert planned("augment.crop_scale=[0.5,1]").augment.crop_scale == (0.5, 1.0)
     for size in (16, 65):

@@ -33,12 +33,13 @@ def plan_run(
     data: "Sequence[str | ray.data.Dataset]",
     flags: Mapping[str, Any],
     settings: Settings,
+    own_encoder: bool = False,
 ) -> RunPlan:
     """Plan the run of a recipe, a YAML file or a ``RunConfig``, with flags and then settings applied.
 
     ``data`` are the addresses of the data sets, or Ray Datasets; none if they are unknown.
     The image size of a recipe is the shorter side of the first images, at most 224, unless
-    ``data.image_size`` is set. Without a GPU, small images get an encoder of their own unless it is set
+    ``data.image_size`` is set. Without a GPU, small images get another encoder, unless it is set or a module replaces it (``own_encoder``)
     (:func:`raycl.recipes.images.for_cpu`). Raises ``ConfigError`` or ``DataError``.
     """
     pairs = settings_of(settings)
@@ -56,7 +57,8 @@ def plan_run(
     requested = override(config, overrides)  # report typing errors before reading data
     if requested.data.kind not in ("image", "image_text"):
         return RunPlan(requested)
-    on_cpu = not requested.gpu and not any(key.startswith("encoder.") for key in pairs)
+    is_set = own_encoder or any(key.split(".")[0] == "encoder" for key in pairs)
+    on_cpu = not requested.gpu and not is_set
     if "data.image_size" in pairs:
         named = recipe(run, image_size=pairs["data.image_size"], on_cpu=on_cpu)
         return RunPlan(override(named, overrides))

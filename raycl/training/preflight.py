@@ -296,7 +296,7 @@ def _check_unchanged(saved: RunConfig, config: RunConfig) -> None:
         if key == "learn_temperature" or not (why_inactive(saved, key) or why_inactive(config, key)):
             raise ConfigError(
                 f"--resume would change {key} from {before!r} to {now!r}; "
-                "repeat the flags of the first run, or give another --output"
+                f"repeat the flags of the first run, give its {CONFIG} in place of the recipe, or give another --output"
             )
 
 
