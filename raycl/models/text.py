@@ -201,8 +201,9 @@ class BagOfSubwords(nn.Module):
         starts = lengths.cumsum(0) - lengths
         if self.log_weights is None and not self.sublinear_tf:
             return F.embedding_bag(rows.tokens, self.token_embedding.weight, starts, mode="mean")
-        weights = self.token_embedding.weight.new_ones(len(rows.tokens))
-        if self.log_weights is not None:
+        if self.log_weights is None:
+            weights = self.token_embedding.weight.new_ones(len(rows.tokens))
+        else:
             # The parameter is a logarithm, so that every update leaves the weight positive.
             weights = self.log_weights.index_select(0, rows.tokens).exp()
         if self.sublinear_tf:

@@ -96,10 +96,12 @@ class _DataContextOnly(DatasetsCallback):
     """Pass the driver's settings of Ray Data to the workers, and no data sets."""
 
     began = 0.0  # as in ``RayTrainer``
+    _has_own = False
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
-        # For itself and for two actors that Ray Train's controller starts for each group.
-        stand_by(3, began=self.began)
+        # For two actors that Ray Train's controller starts for each group, and once for itself.
+        stand_by(2 if self._has_own else 3, began=self.began)
+        self._has_own = True
         return {}
 
 
