@@ -39,7 +39,7 @@ def logged_steps(recipe: str, settings: dict[str, Any], data: str) -> list[dict[
     from raycl.records import read_metrics
     from raycl.storage import Place
 
-    size = {} if recipe == "two_tower" else {"image_size": 32}
+    size: dict[str, Any] = {} if recipe == "two_tower" else {"image_size": 32}
     config = raycl.override(raycl.recipe(recipe, **size), settings)
     with tempfile.TemporaryDirectory() as folder:
         raycl.train(config, data=data, output=folder, quiet=True)
