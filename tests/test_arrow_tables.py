@@ -56,6 +56,15 @@ def test_files_that_datasets_computed_from_the_data_are_not_read(tmp_path: Path)
     assert find_source(str(other), TEXTS).num_rows == 1
 
 
+def test_columns_of_one_name_are_refused_where_they_are_read(tmp_path: Path) -> None:
+    columns = [pa.array(["a", "b"]), pa.array([1, 2]), pa.array([3, 4])]
+    unused = write_arrow(tmp_path / "a.arrow", pa.table(columns, names=["text", "x", "x"]))
+    assert read(find_source(str(unused), TEXTS))["text"] == [b"a", b"b"]
+    twice = write_arrow(tmp_path / "b.arrow", pa.table(columns[:1] * 2, names=["text", "text"]))
+    with pytest.raises(DataError, match="b.arrow has 2 columns 'text'; rename all but one of them"):
+        find_source(str(twice), TEXTS)
+
+
 def test_files_of_an_earlier_data_set_in_the_folder_are_not_read(tmp_path: Path) -> None:
     table = pa.table({"text": list("abcdefg")})
     write_saved(tmp_path / "saved", pa.table({"text": list("vwxyz")}), num_files=3)

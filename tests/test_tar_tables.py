@@ -45,6 +45,17 @@ def test_files_that_share_a_name_are_a_row_and_their_endings_are_its_columns(tmp
         find_source(path, PAIRS)
 
 
+def test_an_image_beside_its_mask_is_found_by_the_ending(tmp_path: Path) -> None:
+    samples = [
+        {"jpg": b"%d" % row, "png": b"mask", "json": b"[1, 2]"} for row in range(3)
+    ]  # a list has no columns
+    path = str(write_tar(tmp_path / "a.tar", samples))
+    assert read(find_source(path, ColumnNames(image="jpg")))["image"] == [b"0", b"1", b"2"]
+    assert read(find_source(path, ColumnNames(image="png")))["image"] == [b"mask"] * 3
+    with pytest.raises(DataError, match="row 0 of .* has two files for column 'image'"):
+        find_source(path, IMAGES)
+
+
 def test_pairs_are_files_of_text_or_keys_of_json(tmp_path: Path) -> None:
     files = [{"query.txt": f"q{row}".encode(), "document.txt": f"d{row}".encode()} for row in range(3)]
     keys = [{"json": as_json(query=f"q{row}", document=f"d{row}")} for row in range(3)]
@@ -147,10 +158,9 @@ BROKEN: dict[str, tuple[list[dict[str, bytes]] | bytes, ColumnNames, str]] = {
     "plain.tgz": (b"no gzip" * 999, IMAGES, "as tar: zlib inflate failed"),
     "none.tar": ([], IMAGES, "holds no rows"),
     "twice.tar": ([{"png": b"1"}, {"png": b"1", "jpg": b"2"}], IMAGES,
-                  "row 1 of .* has two files for column 'image', the second is 'part/000001.jpg'; keep one"),
-    "json.tar": ([{"txt": b"a"}, {"txt": b"a", "json": b"{"}], TEXTS, "the JSON of row 1 of .*; mend it"),
-    "deep.tar": ([{"txt": b"a", "json": b"[" * 100_000}], TEXTS, "the JSON of row 0 of .*; mend it"),
-    "list.tar": ([{"txt": b"a", "json": b"[1]"}], TEXTS, "the JSON of row 0 of .* is a list; give an object"),
+                  "row 1 of .* has two files for column 'image', the second is 'part/000001.jpg'; keep one of them, or name"),
+    "json.tar": ([{"txt": b"a"}, {"txt": b"a", "json": b"{"}], TEXTS, "the JSON of row 1 of .*; correct or remove it"),
+    "deep.tar": ([{"txt": b"a", "json": b"[" * 100_000}], TEXTS, "the JSON of row 0 of .*; correct or remove it"),
     "label.tar": ([{"txt": b"a", "cls": b"caf\xe9"}], TEXTS, "column 'label' of .* not UTF-8; give text"),
     "fraction.tar": ([{"txt": b"a", "json": as_json(label=1.5)}], TEXTS, "labels must be integers or text"),
     "surrogate.tar": ([{"txt": b"a", "json": b'{"label": "\\ud800"}'}], TEXTS, "as tar: .*; give text in UTF-8"),

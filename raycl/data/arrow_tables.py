@@ -14,7 +14,7 @@ import pyarrow as pa
 from pyarrow import ipc
 
 from raycl.data.columns import ColumnNames
-from raycl.data.tables import BLOCK_BYTES, TableFile, reading, row_range
+from raycl.data.tables import BLOCK_BYTES, TableFile, reading, roles_in, row_range
 from raycl.errors import DataError
 from raycl.storage import Place, check_plain
 
@@ -39,6 +39,7 @@ class ArrowTables:
         """Return the number of rows and the schema; reads no rows of a local file."""
         with _reading(place), _open(place) as source:
             schema = _reader(source).schema
+            roles_in(place, schema.names, columns)
             num_rows = sum(batch.num_rows for batch in _batches(source, _narrowest(schema)))
             # The files have no index of rows, so a part is found from the beginning: at most eight parts.
             return TableFile(group_sizes=[num_rows], schema=schema)
@@ -153,7 +154,7 @@ def _reader(
 def _batches(source: pa.NativeFile, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
     """Yield all batches of rows, with only the columns ``names``."""
     # The columns are numbered in the order of the file.
-    numbers = sorted(_reader(source).schema.get_field_index(name) for name in names)
+    numbers = sorted(map(_reader(source).schema.names.index, names))
     reader = _reader(source, ipc.IpcReadOptions(included_fields=numbers, use_threads=False))
     if isinstance(reader, ipc.RecordBatchFileReader):
         for number in range(reader.num_record_batches):
@@ -165,8 +166,9 @@ def _batches(source: pa.NativeFile, names: Sequence[str]) -> Iterator[pa.RecordB
 
 def _narrowest(schema: pa.Schema) -> list[str]:
     """Return a column of which little must be read."""
-    numbers = [field.name for field in schema if pa.types.is_primitive(field.type)]
-    return (numbers or schema.names)[:1]
+    unique = [field for field in schema if schema.names.count(field.name) == 1]
+    narrow = [field.name for field in unique if pa.types.is_primitive(field.type)]
+    return (narrow or [field.name for field in unique])[:1]
 
 
 def _tables(source: pa.NativeFile, names: Sequence[str], start: int) -> Iterator[pa.Table]:

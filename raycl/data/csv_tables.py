@@ -10,13 +10,19 @@ import pyarrow as pa
 from pyarrow import csv
 
 from raycl.data.columns import ColumnNames
-from raycl.data.tables import TableFile, chosen, open_text, reading, roles_of, row_range
+from raycl.data.tables import (
+    IDS_AND_LABELS,
+    TableFile,
+    chosen,
+    is_integer,
+    open_text,
+    reading,
+    roles_in,
+    row_range,
+)
 from raycl.errors import DataError, first_line
 from raycl.storage import Place
 
-_INTEGER = re.compile(rb"0|-?[1-9][0-9]{0,18}")  # "007" and "7" are different ids
-_64_BITS = range(-(2**63), 2**63)
-_IDS_AND_LABELS = {"label", "sample_id", "query_id", "document_id"}
 _TEXTS = {"text", "caption", "query", "document"}
 _ROW = re.compile(r"Row #([0-9]+)")
 _BLOCK_BYTES = 16 * 2**20  # the longest row
@@ -38,12 +44,7 @@ class CsvTables:
         """Read the file once."""
         with _reading(place), open_text(place) as stream:
             names = _open(place, stream, [], None).schema.names
-        roles = roles_of(columns.found_in(names, where=str(place)))
-        for name in roles:
-            if names.count(name) > 1:
-                raise DataError(
-                    f"{place} has {names.count(name)} columns {name!r}; rename all but one of them"
-                )
+        roles = roles_in(place, names, columns)
         num_rows, integers = _count(place, list(roles), len(names))
         kinds = {name: _type(each, is_integer=name in integers) for name, each in roles.items()}
         schema = pa.schema([(name, kinds.get(name, pa.string())) for name in names])
@@ -113,11 +114,11 @@ def _count(place: Place, names: Sequence[str], num_columns: int) -> tuple[int, s
 
 def _are_integers(values: pa.Array) -> bool:
     given = values.drop_null().to_pylist()
-    return all(_INTEGER.fullmatch(value) and int(value) in _64_BITS for value in given)
+    return all(map(is_integer, given))
 
 
 def _type(roles: Collection[str], *, is_integer: bool) -> pa.DataType:
-    if _IDS_AND_LABELS & set(roles):
+    if IDS_AND_LABELS & set(roles):
         return pa.int64() if is_integer else pa.string()
     if "weight" in roles:
         return pa.float64()

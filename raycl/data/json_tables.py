@@ -10,12 +10,21 @@ import pyarrow as pa
 from pyarrow import json
 
 from raycl.data.columns import ColumnNames, is_list
-from raycl.data.tables import BLOCK_BYTES, TableFile, chosen, open_text, reading, roles_of, row_range
+from raycl.data.tables import (
+    BLOCK_BYTES,
+    IDS_AND_LABELS,
+    TableFile,
+    chosen,
+    open_text,
+    reading,
+    roles_of,
+    row_range,
+)
 from raycl.errors import DataError, first_line
 from raycl.storage import Place
 
 _TEXTS = {"text", "caption", "query", "document", "negatives"}
-_IDS_AND_LABELS = {"label", "sample_id", "query_id", "document_id", "negative_ids"}
+_NOT_TEXTS = IDS_AND_LABELS | {"negative_ids"}
 _MAX_LINE_BYTES = 64 * 2**20
 _ROW = re.compile(r" in row ([0-9]+)$")
 
@@ -149,7 +158,7 @@ def _plain(kind: pa.DataType) -> pa.DataType:
 
 def _type(roles: Collection[str], kind: pa.DataType) -> pa.DataType:
     """Return the type to read a column with, which was found with type ``kind``."""
-    if not _TEXTS & set(roles) or _IDS_AND_LABELS & set(roles):
+    if not _TEXTS & set(roles) or _NOT_TEXTS & set(roles):
         return kind
     # Texts as bytes: each text that is not UTF-8 is an invalid row.
     if is_list(kind) and pa.types.is_string(kind.value_type):  # type: ignore[attr-defined]

@@ -1,6 +1,7 @@
 """The formats of files of rows: the methods of each, and common parts of reading text."""
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, final
@@ -13,6 +14,9 @@ from raycl.storage import Place, is_unreachable
 
 BATCH_ROWS = 256
 BLOCK_BYTES = 4 * 2**20  # of a text file, read at once
+IDS_AND_LABELS = {"label", "sample_id", "query_id", "document_id"}  # roles of integers or texts
+INT64 = range(-(2**63), 2**63)
+_INTEGER = re.compile(rb"0|-?[1-9][0-9]{0,18}")  # "007" and "7" are different ids
 
 
 @final
@@ -108,11 +112,25 @@ def row_range(
     )
 
 
+def is_integer(text: bytes) -> bool:
+    """Whether a text is an integer of 64 bits, as Python writes it."""
+    return _INTEGER.fullmatch(text) is not None and int(text) in INT64
+
+
 def roles_of(columns: ColumnNames) -> dict[str, list[str]]:
     """Return the roles of each named column."""
     roles: dict[str, list[str]] = {}
     for role, name in columns.asked.items():
         roles.setdefault(name, []).append(role)
+    return roles
+
+
+def roles_in(place: Place, names: Sequence[str], columns: ColumnNames) -> dict[str, list[str]]:
+    """Return the roles of the columns that are read; raises ``DataError`` if two columns have the name of one."""
+    roles = roles_of(columns.found_in(list(names), where=str(place)))
+    for name in roles:
+        if names.count(name) > 1:
+            raise DataError(f"{place} has {names.count(name)} columns {name!r}; rename all but one of them")
     return roles
 
 

@@ -18,13 +18,23 @@ import pyarrow as pa
 from raycl.data.columns import ColumnNames, is_list
 from raycl.data.images import EXTENSIONS
 from raycl.data.json_tables import common_type, found_schema
-from raycl.data.tables import BATCH_ROWS, BLOCK_BYTES, TableFile, chosen, reading, roles_of, row_range
+from raycl.data.tables import (
+    BATCH_ROWS,
+    BLOCK_BYTES,
+    IDS_AND_LABELS,
+    INT64,
+    TableFile,
+    chosen,
+    is_integer,
+    reading,
+    roles_of,
+    row_range,
+)
 from raycl.errors import DataError, first_line
 from raycl.storage import Place
 
-_NAME = re.compile(
-    r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL
-)  # the name that a sample's files share, and the ending
+# The name that a sample's files share, and the ending.
+_NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
 _TEXTS = frozenset({"txt", "text"})
 _ENDINGS = {
     "image": frozenset(ending.removeprefix(".") for ending in EXTENSIONS),
@@ -32,9 +42,6 @@ _ENDINGS = {
     "caption": _TEXTS,
     "label": frozenset({"cls"}),
 }
-_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")  # "007" and "7" are different ids
-_64_BITS = range(-(2**63), 2**63)
-_IDS_AND_LABELS = {"label", "sample_id", "query_id", "document_id"}
 _ALL = range(sys.maxsize)
 _END = tarfile.EOFHeaderError  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -54,9 +61,9 @@ class TarTables:
     def inspect(self, place: Place, columns: ColumnNames) -> TableFile:
         """Count the samples; reads JSON, ids and labels only, and skips the other files of a plain tar."""
         wanted = roles_of(ColumnNames(**{role: name or role for role, name in vars(columns).items()}))
-        as_text = {name for name, roles in wanted.items() if _IDS_AND_LABELS & set(roles)}
+        as_text = {name for name, roles in wanted.items() if IDS_AND_LABELS & set(roles)}
         num_rows, found = 0, dict[str, list[pa.DataType]]()
-        for sample in _samples(place, as_text, _ALL):
+        for sample in _samples(place, wanted, as_text, _ALL):
             num_rows += 1
             for name, value in sample.items():
                 kinds = found.setdefault(name, [])
@@ -123,8 +130,13 @@ def _open(place: Place) -> Iterator[tarfile.TarFile]:
             raise pa.ArrowInvalid(first_line(error)) from error
 
 
-def _samples(place: Place, names: Collection[str], rows: range) -> Iterator[dict[str, Any]]:
-    """Yield the values of each sample: of the columns ``names`` and from JSON in these rows, and else ``b""``."""
+def _samples(
+    place: Place, wanted: Collection[str], names: Collection[str], rows: range
+) -> Iterator[dict[str, Any]]:
+    """Yield the values of each sample: of the columns ``names`` and from JSON in these rows, and else ``b""``.
+
+    A column that is ``wanted`` has one file in each sample.
+    """
     row, key, sample, keys = 0, "", dict[str, Any](), dict[str, Any]()
     with _open(place) as tar:
         while (member := tar.next()) is not None:
@@ -138,10 +150,10 @@ def _samples(place: Place, names: Collection[str], rows: range) -> Iterator[dict
                     row += 1
                 key, sample, keys = named[1], {}, {}
             columns = _columns(named[2])
-            if twice := sample.keys() & columns:
+            if twice := sample.keys() & columns & set(wanted):
                 raise DataError(
                     f"row {row} of {place} has two files for column {twice.pop()!r}, the second is {member.name!r}; "
-                    "keep one of them"
+                    "keep one of them, or name an ending as the column"
                 )
             is_json = named[2].lower() == "json"
             content = b""
@@ -163,29 +175,25 @@ def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 
 @cache
 def _columns(ending: str) -> frozenset[str]:
-    """Return the names of the column of files with an ending."""
-    known = {name for name, endings in _ENDINGS.items() if ending.lower() in endings}
-    return frozenset(known or {ending.removesuffix(".txt")})
+    """Return the names of the column of files with an ending: its own, and the roles that it stands for."""
+    roles = {name for name, endings in _ENDINGS.items() if ending.lower() in endings}
+    return frozenset({ending.removesuffix(".txt"), *roles})
 
 
 def _parsed(place: Place, row: int, content: bytes) -> dict[str, Any]:
-    """Return an object of JSON."""
+    """Return the columns in JSON: the keys of an object, and none in other values, such as a list."""
     try:
         found = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"cannot read the JSON of row {row} of {place}: {first_line(error)}; mend it"
+            f"cannot read the JSON of row {row} of {place}: {first_line(error)}; correct or remove it"
         ) from error
-    if not isinstance(found, dict):
-        raise DataError(
-            f"the JSON of row {row} of {place} is a {type(found).__name__}; give an object, with the columns as keys"
-        )
-    return found
+    return found if isinstance(found, dict) else {}
 
 
 def _tables(place: Place, schema: pa.Schema, rows: range) -> Iterator[pa.Table]:
     """Yield the samples with the columns of the schema; values that are not in ``rows`` are wrong."""
-    samples = _samples(place, schema.names, rows)
+    samples = _samples(place, schema.names, schema.names, rows)
     first = 0
     while found := list(islice(samples, BATCH_ROWS)):
         inside = [sample if first + number in rows else {} for number, sample in enumerate(found)]
@@ -212,13 +220,12 @@ def _kind(place: Place, name: str, value: Any, *, is_text: bool) -> pa.DataType:
                 raise DataError(
                     f"column {name!r} of {place} holds bytes that are not UTF-8; give text"
                 ) from None
-            is_integer = _INTEGER.fullmatch(text) and int(text) in _64_BITS
-            return pa.int64() if is_integer else pa.string() if text else pa.null()
+            return pa.int64() if is_integer(text.encode()) else pa.string() if text else pa.null()
         case bytes():
             return pa.binary()
         case bool():
             return pa.bool_()
-        case int() if value in _64_BITS:
+        case int() if value in INT64:
             return pa.int64()
         case int() | float():
             return pa.float64()
