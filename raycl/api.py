@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -64,9 +65,11 @@ def train(
     if not (uris or datasets):
         raise ConfigError("the list of data sets is empty; give at least one")
     flags = run_flags(workers=workers, gpu=gpu, epochs=epochs, steps=steps, batch_size=batch_size, seed=seed)
-    config, sources = plan_run(
+    config, sources, note = plan_run(
         _named(recipe), data=uris or datasets, flags=flags, settings=settings, own_encoder=encoder is not None
     )
+    if note and not quiet:
+        print(note, file=sys.stderr)
     from raycl.training.launch import train as launch
 
     return launch(

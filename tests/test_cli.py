@@ -18,6 +18,7 @@ from raycl.config import EncoderConfig, RunConfig, active_settings, flat
 from raycl.config.conditions import why_inactive
 from raycl.config.overrides import config_from_yaml, config_to_yaml, override
 from raycl.data.columns import ColumnNames
+from raycl.display import EvaluationResult
 from raycl.recipes import RECIPES, recipe
 from tests.images import encode, photograph, write_digits
 
@@ -246,9 +247,13 @@ def test_a_recipe_infers_the_image_size_unless_it_is_set(digits: Path, tmp_path:
 
 @pytest.mark.parametrize("name", ["simclr", "moco_v2", "supcon", "instance_discrimination"])
 def test_small_images_get_a_small_encoder_without_a_gpu(name: str) -> None:
-    def planned(*settings: str, size: int = 32, gpu: bool | None = None) -> RunConfig:
-        pairs = [f"data.image_size={size}", *settings]
-        return plan_run(name, data=[], flags=run_flags(gpu=gpu), settings=pairs).config
+    notes: list[str] = []
+
+    def planned(*settings: str, size: int = 32, gpu: bool | None = None, own: bool = False) -> RunConfig:
+        pairs, flags = [f"data.image_size={size}", *settings], run_flags(gpu=gpu)
+        plan = plan_run(name, data=[], flags=flags, settings=pairs, own_encoder=own)
+        notes.append(plan.note)
+        return plan.config
 
     on_cpu, papers = planned(), recipe(name, image_size=32)
     encoder = (on_cpu.encoder.name, on_cpu.encoder.stem, on_cpu.encoder.width)
@@ -260,6 +265,11 @@ def test_small_images_get_a_small_encoder_without_a_gpu(name: str) -> None:
     assert planned("encoder={name: resnet50}").augment == papers.augment
     assert planned("encoder.name=resnet34").augment == papers.augment
     assert planned("augment.crop_scale=[0.5,1]").augment.crop_scale == (0.5, 1.0)
+    assert planned(own=True) == papers
+    assert notes[0] == (
+        "without a GPU, images of 32 pixels train a small resnet10; the paper's encoder is --set encoder.name=resnet18"
+    )
+    assert [bool(note) for note in notes] == [True, False, False, False, False, True, False]
     for size in (16, 65):
         assert planned(size=size) == recipe(name, image_size=size)
     assert (
@@ -323,6 +333,17 @@ def test_the_result_is_written_before_the_examples_are_printed(
     file = tmp_path / "found.json"
     _, out, _ = raycl("evaluate", "retrieval", "--run", "run", "--test", "test", "--json", file)
     assert json.loads(out) == json.loads(file.read_text()) == {"measure": "retrieval", "map": 0.5}
+
+
+def test_an_evaluation_is_a_table_on_a_terminal_and_json_elsewhere(
+    raycl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = EvaluationResult({"measure": "knn", "top1": 0.5, "baseline": {"pixels": 0.25}})
+    monkeypatch.setattr("raycl.api.evaluate", lambda *_, **__: found)
+    command = ("evaluate", "knn", "--run", "run", "--test", "test")
+    assert json.loads(raycl(*command)[1]) == found
+    monkeypatch.setattr(sys.stdout.__class__, "isatty", lambda _: True)
+    assert raycl(*command)[1] == f"{found}\n"
 
 
 @pytest.mark.parametrize(

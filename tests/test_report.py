@@ -36,7 +36,7 @@ from raycl.report.history import read_history
 from raycl.report.page import query_neighbors, render_comparison
 from raycl.report.plots import downsample
 from raycl.report.run import read_run
-from raycl.report.sections import batch_sizes
+from raycl.report.sections import batch_sizes, learning_panels
 from raycl.report.snapshots import NeighborSearch, project, summarize
 from raycl.report.tables import final_metrics, run_facts
 from raycl.report.writer import reported, write_comparison, write_report
@@ -648,3 +648,18 @@ def test_infinite_values_count_as_not_finite() -> None:
     history = read_history(lines)
     assert (history["loss"].num_bad, history["embedding_std"].num_bad) == (1, 1)
     assert history["loss"].last == pytest.approx(4 / 1.02)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "metric", "name"),
+    [("simclr", "knn_top1", "raw pixels"), ("two_tower", "recall_at_10", "BM25")],
+)
+def test_the_evaluation_names_the_baseline(recipe: str, metric: str, name: str, tmp_path: Path) -> None:
+    lines = [line_of(10), evaluation(10, **{metric: 0.5}), evaluation(20, **{metric: 0.625})]
+    for baseline, expected in (
+        ({}, "first 50.0%"),
+        ({f"baseline_{metric}": 0.25}, f"first 50.0%, {name} 25.0%"),
+    ):
+        run = write_run(tmp_path / f"{len(baseline)}", [*lines[:2], lines[2] | baseline], method=recipe)
+        panel = learning_panels(read_run(str(run)))[1]
+        assert panel.caption.endswith(expected)

@@ -112,7 +112,9 @@ def train(
     flags = run_flags(
         workers=workers, gpu=gpu or None, epochs=epochs, steps=steps, batch_size=batch_size, seed=seed
     )
-    config, sources = plan_run(recipe, data=data, flags=flags, settings=settings or [])
+    config, sources, note = plan_run(recipe, data=data, flags=flags, settings=settings or [])
+    if note:
+        print(note, file=sys.stderr)
     from raycl.provenance import typed
     from raycl.report.writer import reported
     from raycl.training.preflight import validate_run

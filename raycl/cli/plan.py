@@ -21,10 +21,11 @@ NUM_PEEKED = 16
 
 
 class RunPlan(NamedTuple):
-    """The configuration of a run, and its data if they were found for the image size."""
+    """The configuration of a run, its data if they were found for the image size, and a line for the user, or none."""
 
     config: RunConfig
     sources: "tuple[Source, ...]" = ()
+    note: str = ""
 
 
 def plan_run(
@@ -39,8 +40,9 @@ def plan_run(
 
     ``data`` are the addresses of the data sets, or Ray Datasets; none if they are unknown.
     The image size of a recipe is the shorter side of the first images, at most 224, unless
-    ``data.image_size`` is set. Without a GPU, small images get another encoder, unless it is set or a module replaces it (``own_encoder``)
-    (:func:`raycl.recipes.images.for_cpu`). Raises ``ConfigError`` or ``DataError``.
+    ``data.image_size`` is set. Without a GPU, small images get another encoder
+    (:func:`raycl.recipes.images.for_cpu`), unless one is set or is a module of the user's (``own_encoder``).
+    Raises ``ConfigError`` or ``DataError``.
     """
     pairs = settings_of(settings)
     overrides = {**flags, **pairs}
@@ -60,8 +62,7 @@ def plan_run(
     is_set = own_encoder or any(key.split(".")[0] == "encoder" for key in pairs)
     on_cpu = not requested.gpu and not is_set
     if "data.image_size" in pairs:
-        named = recipe(run, image_size=pairs["data.image_size"], on_cpu=on_cpu)
-        return RunPlan(override(named, overrides))
+        return _planned(run, pairs["data.image_size"], overrides, on_cpu=on_cpu)
     # Here, since these modules take a second to import, and wrong settings are refused before.
     from raycl.data.sources import find_source
     from raycl.training.preflight import column_names
@@ -69,7 +70,18 @@ def plan_run(
     columns = column_names(requested)
     sources = tuple(find_source(each, columns) for each in data if isinstance(each, str))
     size = _peek_image_size(sources or data, columns)  # pyright: ignore[reportArgumentType]
-    return RunPlan(override(recipe(run, image_size=size, on_cpu=on_cpu), overrides), sources)
+    return _planned(run, size, overrides, on_cpu=on_cpu)._replace(sources=sources)
+
+
+def _planned(name: str, image_size: int, overrides: Mapping[str, Any], *, on_cpu: bool) -> RunPlan:
+    config, papers = recipe(name, image_size=image_size, on_cpu=on_cpu), recipe(name, image_size=image_size)
+    note = ""
+    if config != papers:
+        note = (
+            f"without a GPU, images of {image_size} pixels train a small {config.encoder.name}; "
+            f"the paper's encoder is --set encoder.name={papers.encoder.name}"
+        )
+    return RunPlan(override(config, overrides), note=note)
 
 
 def run_flags(

@@ -223,6 +223,11 @@ class RunConfig(Section):
         """The metric of the periodic evaluation that selects the best checkpoint."""
         return "recall_at_10" if self.has_two_towers else "knn_top1"
 
+    @property
+    def baseline(self) -> str:
+        """What this metric is compared with at the end of the run."""
+        return "BM25" if self.has_two_towers else "raw pixels"
+
     def workers_of(self, stage: Stage) -> int:
         """Return the largest number of workers of a stage."""
         return stage.workers or self.workers

@@ -18,8 +18,6 @@ from raycl.config import (
 
 SMALL = 64  # pixels; up to this size the papers use a 3x3 stem, weaker color jitter and no blur
 
-CPU_ENCODER = {"name": "resnet10", "stem": "half", "width": 0.5}
-
 # The views of InstDisc and MoCo v1: all images jittered, none blurred.
 _FIRST_VIEWS = AugmentConfig(
     crop_scale=(0.2, 1.0), jitter=1.0, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.4, blur=0.0
@@ -35,7 +33,7 @@ def for_cpu(config: RunConfig) -> RunConfig:
     """
     if config.encoder.name != "resnet18" or not 24 <= config.data.image_size <= SMALL:
         return config
-    encoder = config.encoder.model_copy(update=CPU_ENCODER)
+    encoder = config.encoder.model_copy(update={"name": "resnet10", "stem": "half", "width": 0.5})
     augment = config.augment.model_copy(update={"crop_scale": (0.2, 1.0)})
     return config.model_copy(update={"encoder": encoder, "augment": augment})
 

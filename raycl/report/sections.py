@@ -18,7 +18,6 @@ EVALUATION_METRICS = {
     "recall_at_10": "recall@10",
     "recall_at_1": "recall@1",
 }
-BASELINES = {"knn_top1": "raw pixels", "recall_at_10": "BM25"}
 MAX_MAPPED = 400  # embeddings: the time of t-SNE grows with them
 _MIN_SHARE = 0.001  # of the training time
 # The phases of a step under the names that a reader knows, from the bottom up.
@@ -107,7 +106,7 @@ def learning_panels(run: Run) -> list[Panel]:
     panels = _plot_logged(history, timeline, ["loss"])
     evaluated = [name for name in EVALUATION_METRICS if history.has(name)]
     if evaluated:
-        panels.append(_evaluation_panel(history, evaluated, timeline))
+        panels.append(_evaluation_panel(run, evaluated, timeline))
     panels += _plot_logged(history, timeline, ["learning_rate", "grad_norm", "guide_masked_fraction"])
     if history.has("stage"):
         panels.append(_panel(PLOTS["batch_size"], [Curve(series=batch_sizes(run))], timeline))
@@ -131,7 +130,8 @@ def _panel(plot: Plot, curves: Sequence[Curve], timeline: Timeline) -> Panel:
     return Panel(title=plot.title, drawing=drawing, caption=plot.caption)
 
 
-def _evaluation_panel(history: History, names: Sequence[str], timeline: Timeline) -> Panel:
+def _evaluation_panel(run: Run, names: Sequence[str], timeline: Timeline) -> Panel:
+    history = run.history
     curves = [
         Curve(series=history[name], label=EVALUATION_METRICS[name], style=style)
         for style, name in enumerate(names)
@@ -144,7 +144,7 @@ def _evaluation_panel(history: History, names: Sequence[str], timeline: Timeline
             f"first {kept.finite[0]:.1%}"
         )
         if (baseline := history[f"baseline_{names[0]}"].last) is not None:
-            caption += f"; {BASELINES[names[0]]} {baseline:.1%}"
+            caption += f", {run.config.baseline} {baseline:.1%}"
     title = EVALUATION_METRICS[names[0]] if len(names) == 1 else "Recall of held-out pairs"
     return _panel(Plot(title, "of held-out rows", caption, percent=True), curves, timeline)
 

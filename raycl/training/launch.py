@@ -17,7 +17,6 @@ from raycl.errors import RayclError, RunError, StoppedError, StorageError
 from raycl.models.build import build_towers
 from raycl.progress import ProgressLine, rows_read
 from raycl.ray_runtime import connect_cluster, unwrap_ray_errors
-from raycl.recipes.images import CPU_ENCODER
 from raycl.records import failures, write_result
 from raycl.tokenization import Vocabulary
 from raycl.training.banks import open_bank, open_miner
@@ -145,14 +144,6 @@ def train_validated(
     _check_towers(config, encoder, Vocabulary(tokenizer) if tokenizer else Vocabulary.stand_in())
     if dashboard := connect_cluster(address, debug=debug):
         report(f"dashboard: http://{dashboard}")
-    if (
-        encoder is None
-        and not config.gpu
-        and config.encoder.model_dump(include=set(CPU_ENCODER)) == CPU_ENCODER
-    ):
-        report(
-            "without a GPU, small images train a small encoder; the papers' is --set encoder.name=resnet18"
-        )
     if config.gpu:
         report(f"GPUs compute in {config.tower_precision} (precision={config.precision})")
     with (
@@ -314,6 +305,6 @@ def _warn_of_baseline(config: RunConfig, final: dict[str, Any], report: Printer)
     value, baseline = final.get(name), final.get(f"baseline_{name}")
     if value is not None and baseline is not None and value <= baseline:
         report(
-            f"the encoder is not better than {'BM25' if config.has_two_towers else 'raw pixels'} on held-out rows: "
+            f"the encoder is not better than {config.baseline} on held-out rows: "
             f"{name} {value:.3f} and {baseline:.3f}; train longer (--epochs)"
         )
