@@ -47,9 +47,8 @@ PROCESSES = ("ray::RayTrainWorker", "ray::QueueActor", "ray::TrainController", "
 VICTIMS = (NODE, *PROCESSES)
 KEPT = ("raylet", "gcs_server", "driver", "ray::RunCoordinator")  # what should live for the whole hour
 LOOK_S = 5.0
-SPARE_AFTER_S = (
-    45.0  # a new node starts that long after one was killed: its start takes the CPUs of this machine
-)
+# A new node starts that long after one was killed, since its start takes the CPUs of this machine.
+SPARE_AFTER_S = 45.0
 NODE_CPUS = 3
 SETTINGS = {
     "workers": 2,

@@ -1,18 +1,21 @@
 """A worker's process: exact and fast matrix products, and the process that could replace it."""
 
+import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 
 import pytest
 import torch
+from ray.train import ScalingConfig
 
 from raycl.config.overrides import override
 from raycl.errors import ConfigError
 from raycl.recipes import recipe
 from raycl.training import process
+from raycl.training.controller import RayTrainer
 from raycl.training.process import environment, multiply_by_onednn, prepare_device, prepare_process
-from raycl.training.standby import HOOK, importing, request_standby
+from raycl.training.standby import HOOK, importing, request_standby, stand_by
 
 pytestmark = pytest.mark.usefixtures("process_settings")
 
@@ -148,3 +151,35 @@ def test_a_new_process_imports_modules_unless_it_lacks_raycl_or_has_a_hook_of_th
 
 def test_a_process_that_cannot_ask_for_another_one_continues() -> None:
     assert not request_standby()  # there is no Ray here
+
+
+@pytest.mark.parametrize(("age_s", "delay_s"), [(0, 60), (30, 30), (50, 15), (9_999, 15)])
+def test_processes_are_asked_for_a_minute_after_the_start_of_the_run_or_soon_after_a_loss(
+    age_s: float, delay_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[float, list[int]]] = []
+
+    class Timer:
+        daemon = False
+
+        def __init__(self, delay: float, function: object, numbers: list[int]) -> None:
+            assert function is request_standby
+            asked.append((delay, numbers))
+
+        def start(self) -> None:
+            assert self.daemon  # or the process would wait for it
+
+    monkeypatch.setattr("threading.Timer", Timer)
+    stand_by(3, began=time.time() - age_s)
+    assert asked == [(pytest.approx(delay_s, abs=1), [3])]
+
+
+def test_a_controller_asks_once_for_its_own_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("raycl.training.controller.stand_by", lambda number, began: asked.append(number))
+    trainer = RayTrainer(print, began=7.0, scaling_config=ScalingConfig(num_workers=1))
+    [callback] = [each for each in trainer._create_default_callbacks() if hasattr(each, "began")]
+    assert callback.began == 7.0
+    for _ in range(3):
+        callback.before_init_train_context([])
+    assert asked == [3, 2, 2]

@@ -126,6 +126,15 @@ def test_the_baseline_of_texts_is_the_recall_of_bm25() -> None:
     assert 0.3 < found["baseline_recall_at_1"] < found["baseline_recall_at_10"] < 0.8
 
 
+def test_a_query_without_a_known_word_finds_nothing() -> None:
+    config = small_config()
+    rows = rows_of(config, {"query": ["?", "!"], "document": ["one word", "another"]})
+    judge = RetrievalEvaluator(
+        bank=rows, test=rows, transform=PairTransform(), tokenizer=vocabulary().tokenizer
+    )
+    assert set(judge.baseline(CPU).values()) == {0.0}
+
+
 def baselines(rank: int, num_workers: int) -> dict[str, float]:
     return knn_evaluator().baseline(CPU) | retrieval_evaluator().baseline(CPU)
 

@@ -94,10 +94,10 @@ def evaluate_retrieval(
     Returns ``recall_at_1``, ``recall_at_5``, ``recall_at_10``, ``ndcg_at_10``, ``mrr`` and ``map``;
     ``average_precision`` over the pairs of ``test`` if they have labels of both kinds; the numbers of rows
     ``num_train``, ``num_test`` and ``num_invalid``; and for texts the same metrics of TF-IDF and BM25 as
-    ``baseline``, and of the encoder's ranking fused with BM25's as ``hybrid``. ``examples`` adds that many queries with their nearest documents. Raises ``DataError`` if a
-    column is missing or nothing is relevant; ``ConfigError`` if only one of ``queries`` and ``documents``
-    is given, or ``train`` beside them, or for images any set beside ``test``, or if the run has an encoder
-    of images but none of captions.
+    ``baseline``, and of the encoder's ranking fused with BM25's as ``hybrid``. ``examples`` adds that many
+    queries with their nearest documents. Raises ``DataError`` if a column is missing or nothing is relevant;
+    ``ConfigError`` if only one of ``queries`` and ``documents`` is given, or ``train`` beside them, or for
+    images any set beside ``test``, or if the run has an encoder of images but none of captions.
     """
     names = columns or ColumnNames()
     options: dict[str, Any] = {"gpu": gpu, "address": address, "quiet": quiet, "debug": debug}

@@ -195,7 +195,7 @@ _Part = tuple[InMemoryDataset, NDArray[np.int64]]  # rows and positions in them
 
 
 def _fractions(device: torch.device, *is_right: Tensor) -> list[float]:
-    """Return the fraction of true values of each vector, over the equally long vectors of all workers."""
+    """Return the fraction of true values of each vector, over all workers; a worker's vectors have one length."""
     counts = torch.stack(
         [*(each.sum() for each in is_right), is_right[0].new_tensor(len(is_right[0]), dtype=torch.int64)]
     )
