@@ -65,10 +65,10 @@ def train(
     if not (uris or datasets):
         raise ConfigError("the list of data sets is empty; give at least one")
     flags = run_flags(workers=workers, gpu=gpu, epochs=epochs, steps=steps, batch_size=batch_size, seed=seed)
-    config, sources, note = plan_run(
+    config, sources, notes = plan_run(
         _named(recipe), data=uris or datasets, flags=flags, settings=settings, own_encoder=encoder is not None
     )
-    if note and not quiet:
+    for note in () if quiet else notes:
         print(note, file=sys.stderr)
     from raycl.training.launch import train as launch
 

@@ -8,11 +8,12 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from raycl.cli.main import main
-from raycl.cli.plan import command_settings, plan_run, run_flags
+from raycl.cli.plan import RunPlan, command_settings, plan_run, run_flags
 from raycl.cli.runs import _show_example
 from raycl.config import EncoderConfig, RunConfig, active_settings, flat
 from raycl.config.conditions import why_inactive
@@ -252,7 +253,7 @@ def test_small_images_get_a_small_encoder_without_a_gpu(name: str) -> None:
     def planned(*settings: str, size: int = 32, gpu: bool | None = None, own: bool = False) -> RunConfig:
         pairs, flags = [f"data.image_size={size}", *settings], run_flags(gpu=gpu)
         plan = plan_run(name, data=[], flags=flags, settings=pairs, own_encoder=own)
-        notes.append(plan.note)
+        notes.append("; ".join(plan.notes))
         return plan.config
 
     on_cpu, papers = planned(), recipe(name, image_size=32)
@@ -267,7 +268,8 @@ def test_small_images_get_a_small_encoder_without_a_gpu(name: str) -> None:
     assert planned("augment.crop_scale=[0.5,1]").augment.crop_scale == (0.5, 1.0)
     assert planned(own=True) == papers
     assert notes[0] == (
-        "without a GPU, images of 32 pixels train a small resnet10; the paper's encoder is --set encoder.name=resnet18"
+        "without a GPU, images of 32 pixels train a small resnet10; the paper's encoder is "
+        "--set encoder.name=resnet18"
     )
     assert [bool(note) for note in notes] == [True, False, False, False, False, True, False]
     for size in (16, 65):
@@ -275,6 +277,52 @@ def test_small_images_get_a_small_encoder_without_a_gpu(name: str) -> None:
     assert (
         plan_run("clip", data=[], flags={}, settings=["data.image_size=32"]).config.encoder.name == "resnet18"
     )
+
+
+@pytest.mark.parametrize("name", ["simclr", "moco_v2", "instance_discrimination", "moco_v3"])
+def test_small_gray_images_get_views_without_flips(name: str, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    colored = rng.integers(0, 256, (28, 28, 3), dtype=np.uint8)
+    gray = colored[..., 0]
+    folders: dict[str, list[np.ndarray]] = {
+        "gray": [gray, gray],
+        "gray-as-rgb": [np.stack([gray] * 3, axis=2)] * 2,
+        "colored": [colored, colored],
+        "mixed": [gray, colored],
+        "large": [np.kron(gray, np.ones((3, 3), np.uint8))] * 2,
+    }
+    for folder, images in folders.items():
+        (tmp_path / folder).mkdir()
+        for number, pixels in enumerate(images):
+            (tmp_path / folder / f"{number}.png").write_bytes(encode(pixels))
+
+    def planned(folder: str, *settings: str) -> RunPlan:
+        data = [str(tmp_path / folder)]
+        return plan_run(name, data=data, flags=run_flags(gpu=True), settings=settings)
+
+    papers = recipe(name, image_size=28).model_copy(update={"gpu": True})
+    views = {"flip": 0.0, "rotation": 15.0, "crop_scale": (0.3, 1.0)}
+    expected = papers.model_copy(update={"augment": papers.augment.model_copy(update=views)})
+    for folder in ("gray", "gray-as-rgb"):
+        assert planned(folder).config == expected
+    assert planned("gray").notes == (
+        "gray images of 28 pixels train on views that are rotated and not flipped; "
+        "the paper's are --set augment.rotation=0.0 --set augment.flip=0.5",
+    )
+    assert planned("gray", "data.image_size=28").config == expected
+    assert planned("gray", "augment.flip=0.5").config.augment.flip == 0.5
+    one_channel = planned("colored", "data.channels=1").config.augment
+    assert {each: getattr(one_channel, each) for each in views} == views
+    for folder in ("colored", "mixed"):
+        assert (planned(folder).config, planned(folder).notes) == (papers, ())
+    large = recipe(name, image_size=84)
+    assert planned("large").config.augment == large.augment
+
+
+def test_gray_captioned_images_keep_their_views() -> None:
+    config = plan_run("clip", data=[], flags={}, settings=["data.image_size=28", "data.channels=1"]).config
+    papers = recipe("clip", image_size=28).augment
+    assert (config.augment.flip, config.augment.crop_scale) == (papers.flip, papers.crop_scale)
 
 
 def test_flags_and_settings_override_a_file(digits: Path, tmp_path: Path) -> None:

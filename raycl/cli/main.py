@@ -112,8 +112,8 @@ def train(
     flags = run_flags(
         workers=workers, gpu=gpu or None, epochs=epochs, steps=steps, batch_size=batch_size, seed=seed
     )
-    config, sources, note = plan_run(recipe, data=data, flags=flags, settings=settings or [])
-    if note:
+    config, sources, notes = plan_run(recipe, data=data, flags=flags, settings=settings or [])
+    for note in notes:
         print(note, file=sys.stderr)
     from raycl.provenance import typed
     from raycl.report.writer import reported

@@ -21,11 +21,11 @@ NUM_PEEKED = 16
 
 
 class RunPlan(NamedTuple):
-    """The configuration of a run, its data if they were found for the image size, and a line for the user, or none."""
+    """The configuration of a run, its data if they were read for their image size, and lines for the user."""
 
     config: RunConfig
     sources: "tuple[Source, ...]" = ()
-    note: str = ""
+    notes: tuple[str, ...] = ()
 
 
 def plan_run(
@@ -40,8 +40,9 @@ def plan_run(
 
     ``data`` are the addresses of the data sets, or Ray Datasets; none if they are unknown.
     The image size of a recipe is the shorter side of the first images, at most 224, unless
-    ``data.image_size`` is set. Without a GPU, small images get another encoder
-    (:func:`raycl.recipes.images.for_cpu`), unless one is set or is a module of the user's (``own_encoder``).
+    ``data.image_size`` is set. Small gray images get other views (:func:`raycl.recipes.images.for_gray`). Without a
+    GPU, small images get another encoder (:func:`raycl.recipes.images.for_cpu`), unless one is set or is a module of
+    the user's (``own_encoder``).
     Raises ``ConfigError`` or ``DataError``.
     """
     pairs = settings_of(settings)
@@ -59,29 +60,37 @@ def plan_run(
     requested = override(config, overrides)  # report typing errors before reading data
     if requested.data.kind not in ("image", "image_text"):
         return RunPlan(requested)
+    size, gray, sources = pairs.get("data.image_size"), requested.data.channels == 1, ()
+    if size is None or not gray:
+        # Here, since these modules take a second to import, and wrong settings are refused before.
+        from raycl.data.sources import find_source
+        from raycl.training.preflight import column_names
+
+        columns = column_names(requested)
+        sources = tuple(find_source(each, columns) for each in data if isinstance(each, str))
+        found_size, found_gray = _peek(sources or data, columns)  # pyright: ignore[reportArgumentType]
+        size, gray = size or found_size, gray or found_gray
     is_set = own_encoder or any(key.split(".")[0] == "encoder" for key in pairs)
-    on_cpu = not requested.gpu and not is_set
-    if "data.image_size" in pairs:
-        return _planned(run, pairs["data.image_size"], overrides, on_cpu=on_cpu)
-    # Here, since these modules take a second to import, and wrong settings are refused before.
-    from raycl.data.sources import find_source
-    from raycl.training.preflight import column_names
-
-    columns = column_names(requested)
-    sources = tuple(find_source(each, columns) for each in data if isinstance(each, str))
-    size = _peek_image_size(sources or data, columns)  # pyright: ignore[reportArgumentType]
-    return _planned(run, size, overrides, on_cpu=on_cpu)._replace(sources=sources)
+    config, notes = _adapted(run, size, gray=gray, on_cpu=not requested.gpu and not is_set)
+    return RunPlan(override(config, overrides), sources, notes)
 
 
-def _planned(name: str, image_size: int, overrides: Mapping[str, Any], *, on_cpu: bool) -> RunPlan:
-    config, papers = recipe(name, image_size=image_size, on_cpu=on_cpu), recipe(name, image_size=image_size)
-    note = ""
-    if config != papers:
-        note = (
+def _adapted(name: str, image_size: int, *, gray: bool, on_cpu: bool) -> tuple[RunConfig, tuple[str, ...]]:
+    """Return a recipe for the images and the processor, and a line for each departure from the paper."""
+    papers = recipe(name, image_size=image_size)
+    config = recipe(name, image_size=image_size, gray=gray, on_cpu=on_cpu)
+    notes: list[str] = []
+    if config.encoder != papers.encoder:
+        notes.append(
             f"without a GPU, images of {image_size} pixels train a small {config.encoder.name}; "
             f"the paper's encoder is --set encoder.name={papers.encoder.name}"
         )
-    return RunPlan(override(config, overrides), note=note)
+    if config.augment.flip != papers.augment.flip:
+        notes.append(
+            f"gray images of {image_size} pixels train on views that are rotated and not flipped; "
+            f"the paper's are --set augment.rotation=0.0 --set augment.flip={papers.augment.flip}"
+        )
+    return config, tuple(notes)
 
 
 def run_flags(
@@ -132,17 +141,19 @@ def _check_flags(flags: Mapping[str, Any], config: RunConfig, name: str) -> None
         )
 
 
-def _peek_image_size(data: "Sequence[Source | ray.data.Dataset]", columns: "ColumnNames") -> int:
-    """Return the median shorter side of the first valid images of all data, between 8 and 224 pixels."""
-    from raycl.data.images import InvalidImageError, image_sides
+def _peek(data: "Sequence[Source | ray.data.Dataset]", columns: "ColumnNames") -> tuple[int, bool]:
+    """Return the median shorter side of the first valid images of all data, 8 to 224 pixels, and if all are gray."""
+    from raycl.data.images import InvalidImageError, image_sides, is_gray
 
-    sides = []
+    sides, grays = [], []
     for content in (image for each in data for image in _first_images(each, columns)):
         try:
             sides.append(min(image_sides(content)))
+            grays.append(is_gray(content))
         except InvalidImageError:
             continue
-    return max(8, min(LARGEST, int(statistics.median(sides)))) if sides else LARGEST
+    size = max(8, min(LARGEST, int(statistics.median(sides)))) if sides else LARGEST
+    return size, bool(grays) and all(grays)
 
 
 def _first_images(data: "Source | ray.data.Dataset", columns: "ColumnNames") -> list[Any]:

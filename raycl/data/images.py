@@ -154,6 +154,12 @@ def image_sides(content: Any) -> tuple[int, int]:
         raise InvalidImageError("not an image") from None
 
 
+def is_gray(content: Any) -> bool:
+    """Whether an image has one channel or three equal ones; raises ``InvalidImageError``."""
+    pixels, _ = ImageFormat(size=64).decode(content)
+    return bool((pixels == pixels[..., :1]).all())
+
+
 def is_image_struct(kind: pa.DataType) -> bool:
     """Whether a column holds images in the format of Hugging Face ``datasets``: ``{bytes, path}``."""
     if not isinstance(kind, pa.StructType):

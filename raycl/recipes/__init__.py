@@ -8,6 +8,7 @@ from raycl.errors import ConfigError
 from raycl.recipes.images import (
     dcl,
     for_cpu,
+    for_gray,
     instance_discrimination,
     moco_v1,
     moco_v2,
@@ -37,10 +38,11 @@ RECIPES: dict[str, Callable[[int], RunConfig]] = {
 }
 
 
-def recipe(name: str, *, image_size: int = 224, on_cpu: bool = False) -> RunConfig:
+def recipe(name: str, *, image_size: int = 224, gray: bool = False, on_cpu: bool = False) -> RunConfig:
     """Return the configuration of recipe ``name`` for images of ``image_size`` pixels, 8 to 1024.
 
-    ``on_cpu`` replaces the papers' encoder of small images by a smaller one. Raises ``ConfigError`` for an unknown name or an invalid size.
+    ``on_cpu`` replaces the papers' encoder of small images by a smaller one, ``gray`` the views of small photographs
+    by those of glyphs; captioned images ignore both. Raises ``ConfigError`` for an unknown name or an invalid size.
     """
     if new := present_name(f"recipe={name}"):
         raise ConfigError(f"unknown recipe {name!r}; it is now {new.removeprefix('recipe=')}")
@@ -49,4 +51,7 @@ def recipe(name: str, *, image_size: int = 224, on_cpu: bool = False) -> RunConf
     if not 8 <= image_size <= 1024:
         raise ConfigError(f"image_size must be from 8 to 1024 pixels, got {image_size}")
     config = RECIPES[name](image_size)
-    return for_cpu(config) if on_cpu and config.data.kind == "image" else config
+    if config.data.kind != "image":
+        return config
+    config = for_cpu(config) if on_cpu else config
+    return for_gray(config) if gray else config

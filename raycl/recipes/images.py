@@ -38,6 +38,18 @@ def for_cpu(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"encoder": encoder, "augment": augment})
 
 
+def for_gray(config: RunConfig) -> RunConfig:
+    """Return a recipe with views of small gray images, such as glyphs and silhouettes.
+
+    They are rotated by up to 15 degrees and never flipped, since a mirrored glyph is another one. Images above
+    64 pixels stay unchanged.
+    """
+    if config.data.image_size > SMALL:
+        return config
+    views = {"crop_scale": (0.3, 1.0), "flip": 0.0, "rotation": 15.0}
+    return config.model_copy(update={"augment": config.augment.model_copy(update=views)})
+
+
 def simclr(image_size: int = 224) -> RunConfig:
     """SimCLR (Chen et al., 2020): classify the other view among all views of the batch.
 
