@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raycl.config import Columns, RunConfig
@@ -41,8 +42,8 @@ def plan_run(
     ``data`` are the addresses of the data sets, or Ray Datasets; none if they are unknown.
     The image size of a recipe is the shorter side of the first images, at most 224, unless
     ``data.image_size`` is set. Small gray images get other views (:func:`raycl.recipes.images.for_gray`). Without a
-    GPU, small images get another encoder (:func:`raycl.recipes.images.for_cpu`), unless one is set or is a module of
-    the user's (``own_encoder``).
+    GPU, small images get another encoder (:func:`raycl.recipes.images.for_cpu`), in bfloat16 if this machine's CPU
+    has it, unless one is set or is a module of the user's (``own_encoder``).
     Raises ``ConfigError`` or ``DataError``.
     """
     pairs = settings_of(settings)
@@ -81,9 +82,11 @@ def _adapted(name: str, image_size: int, *, gray: bool, on_cpu: bool) -> tuple[R
     config = recipe(name, image_size=image_size, gray=gray, on_cpu=on_cpu)
     notes: list[str] = []
     if config.encoder != papers.encoder:
+        precision = "bfloat16" if _has_bfloat16() else "auto"
+        config = config.model_copy(update={"precision": precision})
         notes.append(
-            f"without a GPU, images of {image_size} pixels train a small {config.encoder.name}; "
-            f"the paper's encoder is --set encoder.name={papers.encoder.name}"
+            f"without a GPU, images of {image_size} pixels train a small {config.encoder.name} in "
+            f"{config.tower_precision}; the paper's encoder is --set encoder.name={papers.encoder.name}"
         )
     if config.augment.flip != papers.augment.flip:
         notes.append(
@@ -91,6 +94,12 @@ def _adapted(name: str, image_size: int, *, gray: bool, on_cpu: bool) -> tuple[R
             f"the paper's are --set augment.rotation=0.0 --set augment.flip={papers.augment.flip}"
         )
     return config, tuple(notes)
+
+
+def _has_bfloat16() -> bool:
+    """Whether the CPU has instructions for bfloat16; without them it is slower than float32."""
+    info = Path("/proc/cpuinfo")  # Linux only
+    return info.exists() and not {"avx512_bf16", "amx_bf16"}.isdisjoint(info.read_text().split())
 
 
 def run_flags(
