@@ -1,4 +1,4 @@
-"""Checks of GPUs, importable without Ray, so that a run without GPUs is refused before Ray starts."""
+"""Checks of GPUs and CPUs, importable without Ray, so that a run without GPUs is refused before Ray starts."""
 
 import os
 import sys
@@ -46,6 +46,12 @@ def check_bfloat16(types: Collection[str]) -> None:
             f"precision=bfloat16 needs GPUs that support it, got {', '.join(types)}; set precision=float32, or choose "
             "newer GPUs by accelerator"
         )
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether the CPU has instructions for bfloat16; without them it is slower than float32."""
+    info = Path("/proc/cpuinfo")  # Linux only
+    return info.exists() and not {"avx512_bf16", "amx_bf16"}.isdisjoint(info.read_text().split())
 
 
 def check_gpu(have: float) -> None:

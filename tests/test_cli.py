@@ -248,7 +248,7 @@ def test_a_recipe_infers_the_image_size_unless_it_is_set(digits: Path, tmp_path:
 
 @pytest.mark.parametrize("name", ["simclr", "moco_v2", "supcon", "instance_discrimination"])
 def test_small_images_get_a_small_encoder_without_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raycl.cli.plan._has_bfloat16", lambda: False)
+    monkeypatch.setattr("raycl.cli.plan.cpu_has_bfloat16", lambda: False)
     notes: list[str] = []
 
     def planned(*settings: str, size: int = 32, gpu: bool | None = None, own: bool = False) -> RunConfig:
@@ -273,7 +273,7 @@ def test_small_images_get_a_small_encoder_without_a_gpu(name: str, monkeypatch: 
         "--set encoder.name=resnet18"
     )
     assert [bool(note) for note in notes] == [True, False, False, False, False, True, False]
-    monkeypatch.setattr("raycl.cli.plan._has_bfloat16", lambda: True)
+    monkeypatch.setattr("raycl.cli.plan.cpu_has_bfloat16", lambda: True)
     assert planned() == on_cpu.model_copy(update={"precision": "bfloat16"})
     assert "resnet10 in bfloat16;" in notes[-1]
     assert planned("precision=float32").precision == "float32"

@@ -2,12 +2,12 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raycl.config import Columns, RunConfig
 from raycl.config.overrides import config_from_yaml, override, parse_setting, unknown_setting
 from raycl.errors import ConfigError
+from raycl.gpus import cpu_has_bfloat16
 from raycl.recipes import recipe
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _adapted(name: str, image_size: int, *, gray: bool, on_cpu: bool) -> tuple[R
     config = recipe(name, image_size=image_size, gray=gray, on_cpu=on_cpu)
     notes: list[str] = []
     if config.encoder != papers.encoder:
-        precision = "bfloat16" if _has_bfloat16() else "auto"
+        precision = "bfloat16" if cpu_has_bfloat16() else "auto"
         config = config.model_copy(update={"precision": precision})
         notes.append(
             f"without a GPU, images of {image_size} pixels train a small {config.encoder.name} in "
@@ -94,12 +94,6 @@ def _adapted(name: str, image_size: int, *, gray: bool, on_cpu: bool) -> tuple[R
             f"the paper's are --set augment.rotation=0.0 --set augment.flip={papers.augment.flip}"
         )
     return config, tuple(notes)
-
-
-def _has_bfloat16() -> bool:
-    """Whether the CPU has instructions for bfloat16; without them it is slower than float32."""
-    info = Path("/proc/cpuinfo")  # Linux only
-    return info.exists() and not {"avx512_bf16", "amx_bf16"}.isdisjoint(info.read_text().split())
 
 
 def run_flags(

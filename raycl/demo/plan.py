@@ -7,6 +7,7 @@ from raycl.config import RunConfig
 from raycl.config.overrides import override
 from raycl.demo.digits import ANGLES, CANVAS
 from raycl.errors import ConfigError
+from raycl.gpus import cpu_has_bfloat16
 from raycl.recipes import recipe
 from raycl.records import CONFIG
 from raycl.storage import Place
@@ -39,6 +40,7 @@ def _config(*, workers: int, epochs: int) -> RunConfig:
         recipe("simclr", image_size=CANVAS),
         {
             "workers": workers,
+            "precision": "bfloat16" if cpu_has_bfloat16() else "float32",
             "data.channels": 1,
             "augment.crop_scale": [0.4, 1.0],
             "augment.flip": 0.0,
