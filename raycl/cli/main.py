@@ -148,6 +148,47 @@ def train(
         print(f"flat images: {result.flat_images:,} (all pixels of one value)")
 
 
+@app.command()
+def tune(
+    recipe: Annotated[str, typer.Argument(help="Recipe name or .yaml file.")],
+    data: Annotated[
+        list[str], typer.Option(help="As for raycl train; the samples have labels or are pairs.")
+    ],
+    output: Annotated[
+        str, typer.Option(help="Folder of tuned.yaml and the trials; local or s3://.")
+    ] = "tuned",
+    minutes: Annotated[float, typer.Option(help="Time limit, from start to end.")] = 10.0,
+    workers: Workers = None,
+    gpu: Gpu = False,
+    batch_size: BatchSize = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the runs and the search.", show_default=OF_RECIPE)
+    ] = None,
+    settings: Setting = None,
+    address: Address = None,
+    debug: Debug = False,
+) -> None:
+    """Search for a better learning rate, temperature, crop scale and batch size of a recipe."""
+    from raycl.api import tune as tune_recipe
+
+    result = tune_recipe(
+        recipe,
+        data=data,
+        output=output,
+        minutes=minutes,
+        workers=workers,
+        gpu=gpu or None,
+        batch_size=batch_size,
+        seed=seed,
+        settings=settings or [],
+        address=address,
+        debug=debug,
+    )
+    print(result)
+    named = " ".join(f"--data {each}" for each in data)
+    print(f"train with these settings: raycl train {result.output} {named} --output RUN")
+
+
 for command in (evaluate, embed, mine, export, runs, report, replay, certify):
     app.command()(command)
 
