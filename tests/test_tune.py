@@ -201,6 +201,17 @@ def test_the_worst_recipe_reaches_the_last_rung_and_a_failed_trial_is_ended(tmp_
     assert row.endswith("failed")
 
 
+def test_the_recipe_is_kept_beside_faster_and_better_trials() -> None:
+    scheduler, decisions = KeepingRecipe(2), []
+    for number, score in ((1, 0.9), (2, 0.5), (3, 0.95), (0, 0.1)):
+        each: Any = SimpleNamespace(trial_id=f"abc_{number:05d}")
+        scheduler.on_trial_add(None, each)  # pyright: ignore[reportArgumentType]
+        result = {"score": score, "length": 1, "error": ""}
+        decisions.append(scheduler.on_trial_result(None, each, result))
+    assert decisions == ["CONTINUE", "STOP", "CONTINUE", "CONTINUE"]
+    assert scheduler.on_trial_result(None, each, {"score": 0.1, "length": ETA}) == "STOP"
+
+
 def test_equal_trials_return_the_recipe_itself(tmp_path: Path) -> None:
     result, _ = run_search(Place(str(tmp_path)), lambda number, rung: 0.5)
     assert (result.best.number, result.gain, result.config) == (0, 0.0, SIMCLR)
