@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -185,8 +186,8 @@ def tune(
         debug=debug,
     )
     print(result)
-    named = " ".join(f"--data {each}" for each in data)
-    print(f"train with these settings: raycl train {result.output} {named} --output RUN")
+    named = [part for each in data for part in ("--data", each)]
+    print(f"train with them: {shlex.join(['raycl', 'train', result.output, *named])} --output RUN")
 
 
 for command in (evaluate, embed, mine, export, runs, report, replay, certify):

@@ -193,9 +193,8 @@ def tune_trials(
     if not debug:
         logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
     os.environ |= {"TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "RAY_AIR_NEW_OUTPUT": "0"}
-    num_gpus = (
-        ray.cluster_resources().get("GPU", 0.0) if config.gpu else 0.0
-    )  # a run on the CPU uses all cores
+    # A run on the CPU uses all cores.
+    num_gpus = ray.cluster_resources().get("GPU", 0.0) if config.gpu else 0.0
     filesystem, path = Place(runner.output).resolve()
     trainable = tune.with_parameters(run_trial, runner=runner, rungs=rungs)
     tuner = tune.Tuner(
