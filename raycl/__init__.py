@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         replay,
         run_doctor,
         train,
+        tune,
         write_report,
     )
     from raycl.config import RunConfig, Stage
@@ -57,6 +58,7 @@ _HOME = {
     "replay": "raycl.api:replay",
     "run_doctor": "raycl.api:run_doctor",
     "train": "raycl.api:train",
+    "tune": "raycl.api:tune",
     "write_report": "raycl.api:write_report",
 }
 _MODULES = ("losses",)
@@ -86,6 +88,7 @@ __all__ = [
     "replay",
     "run_doctor",
     "train",
+    "tune",
     "write_report",
 ]
 

@@ -3,6 +3,7 @@
 import inspect
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from raycl.step_replay.find import FoundSteps
     from raycl.step_replay.step import ReplayedStep
     from raycl.training.launch import RunResult
+    from raycl.tuning.search import TuneResult
 
 Address = str | os.PathLike[str]
 Measure = Literal["knn", "linear", "retrieval", "sts"]
@@ -80,6 +82,56 @@ def train(
         datasets=datasets,
         encoder=encoder,
         resume=resume,
+        address=address,
+        quiet=quiet,
+        debug=debug,
+    )
+
+
+def tune(
+    recipe: Address | RunConfig,
+    *,
+    data: Address | Sequence[Address],
+    output: Address = "tuned",
+    minutes: float = 10,
+    workers: int | str | None = None,
+    gpu: bool | None = None,
+    batch_size: int | None = None,
+    seed: int | None = None,
+    settings: Settings = (),
+    address: str | None = None,
+    quiet: bool = False,
+    debug: bool = False,
+) -> "TuneResult":
+    """Search for better settings of a recipe for ``minutes``, and write the best ones to ``tuned.yaml`` in ``output``.
+
+    Learning rate, temperature, crop scale and batch size vary, as far as they have an effect. Ray Tune halves the trials
+    successively by the metric of a run on held-out rows: kNN on labels, or recall of pairs. The recipe is trained to the
+    end, and it is the result unless a trial is better. The options have the meaning of ``train``'s.
+
+    Raises ``ConfigError``, ``DataError`` or ``StorageError`` if nothing can be compared or the time is too short, and
+    ``RunError`` if the recipe fails.
+    """
+    deadline, uris = time.monotonic() + 60 * minutes, list(map(str, _listed(data)))
+    if not uris:
+        raise ConfigError("the list of data sets is empty; give at least one")
+    flags = run_flags(workers=workers, gpu=gpu, batch_size=batch_size, seed=seed)
+    config, sources, note = plan_run(_named(recipe), data=uris, flags=flags, settings=settings)
+    if note and not quiet:
+        print(note, file=sys.stderr)
+    from raycl.data.sources import find_source
+    from raycl.training.preflight import column_names
+    from raycl.tuning.plan import check_search
+
+    sources = sources or tuple(find_source(each, column_names(config)) for each in uris)
+    check_search(config, sources, minutes)
+    from raycl.tuning.search import search
+
+    return search(
+        config,
+        output=str(output),
+        sources=sources,
+        deadline=deadline,
         address=address,
         quiet=quiet,
         debug=debug,

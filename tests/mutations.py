@@ -1238,6 +1238,49 @@ MUTATIONS = [
         "for batch in _batches(test, bank)]).flip(0)",
         "tests/workers/test_pairs.py tests/test_pairs.py",
     ),
+    # Searching for settings
+    Mutation(
+        "the recipe is halved away",
+        "raycl/tuning/search.py",
+        "return self.CONTINUE if is_kept else decision",
+        "return decision",
+        "tests/test_tune.py",
+    ),
+    Mutation(
+        "a trial as good as the recipe replaces it",
+        "raycl/tuning/plan.py",
+        "(trial.scores[-1], trial.number == 0)",
+        "(trial.scores[-1], trial.number)",
+        "tests/test_tune.py",
+    ),
+    Mutation(
+        "a good trial of an early rung wins",
+        "raycl/tuning/plan.py",
+        "if len(trial.scores) == num_rungs]",
+        "if trial.scores]",
+        "tests/test_tune.py",
+    ),
+    Mutation(
+        "the plan ignores the start of each run",
+        "raycl/tuning/plan.py",
+        "(seconds - overhead_s) * rate",
+        "seconds * rate",
+        "tests/test_tune.py",
+    ),
+    Mutation(
+        "a learned temperature is searched",
+        "raycl/tuning/plan.py",
+        "    if config.learn_temperature:",
+        "    if False:",
+        "tests/test_tune.py",
+    ),
+    Mutation(
+        "the best settings are written at the end only",
+        "raycl/tuning/search.py",
+        "error=error)\n        self._write()",
+        "error=error)",
+        "tests/test_tune.py",
+    ),
 ]
 
 

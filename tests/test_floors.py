@@ -25,7 +25,7 @@ LAYERS = (  # lowest first; packages in the same layer do not import each other
     {"recipes"},
     {"progress", "cli.ray_options", "training.coordinator"},
     {"training", "inference"},
-    {"preparation", "report"},
+    {"preparation", "report", "tuning"},
     {"evaluation.classification", "evaluation.retrieval", "evaluation.sts", "step_replay"},
     {"cli.plan", "doctor", "demo", "serve"},
     {"api", "cli.serve"},

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -146,6 +147,47 @@ def train(
         print(f"skipped: {count:,} {cause}")
     if result.flat_images:
         print(f"flat images: {result.flat_images:,} (all pixels of one value)")
+
+
+@app.command()
+def tune(
+    recipe: Annotated[str, typer.Argument(help="Recipe name or .yaml file.")],
+    data: Annotated[
+        list[str], typer.Option(help="As for raycl train; the samples have labels or are pairs.")
+    ],
+    output: Annotated[
+        str, typer.Option(help="Folder of tuned.yaml and the trials; local or s3://.")
+    ] = "tuned",
+    minutes: Annotated[float, typer.Option(help="Time limit, from start to end.")] = 10.0,
+    workers: Workers = None,
+    gpu: Gpu = False,
+    batch_size: BatchSize = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the runs and the search.", show_default=OF_RECIPE)
+    ] = None,
+    settings: Setting = None,
+    address: Address = None,
+    debug: Debug = False,
+) -> None:
+    """Search for a better learning rate, temperature, crop scale and batch size of a recipe."""
+    from raycl.api import tune as tune_recipe
+
+    result = tune_recipe(
+        recipe,
+        data=data,
+        output=output,
+        minutes=minutes,
+        workers=workers,
+        gpu=gpu or None,
+        batch_size=batch_size,
+        seed=seed,
+        settings=settings or [],
+        address=address,
+        debug=debug,
+    )
+    print(result)
+    named = [part for each in data for part in ("--data", each)]
+    print(f"train with them: {shlex.join(['raycl', 'train', result.output, *named])} --output RUN")
 
 
 for command in (evaluate, embed, mine, export, runs, report, replay, certify):

@@ -1,0 +1,280 @@
+"""The search of `raycl tune`, with objectives in place of runs: what is searched, how long, and which trial wins."""
+
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from hypothesis import given
+from hypothesis import strategies as st
+
+import raycl
+from raycl.cli.plan import plan_run
+from raycl.config import RunConfig, Stage
+from raycl.config.overrides import config_from_yaml, differences, override
+from raycl.errors import ConfigError, DataError, RayclError
+from raycl.recipes import RECIPES, recipe
+from raycl.storage import Place
+from raycl.tuning.plan import (
+    ETA,
+    LEAST_STEPS,
+    SHAPES,
+    Measured,
+    Trial,
+    best_trial,
+    check_search,
+    plan_rungs,
+    search_space,
+    trial_config,
+)
+from raycl.tuning.search import TUNED, KeepingRecipe, Recorder
+from tests.images import write_digits
+
+NUM_ROWS = 10_000
+SIMCLR = recipe("simclr", image_size=32)
+RATE, TEMPERATURE, CROP, BATCH = (
+    "stages.0.learning_rate",
+    "stages.0.temperature",
+    "augment.crop_scale.0",
+    "stages.0.batch_size",
+)
+
+
+# The settings
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("simclr", {RATE, TEMPERATURE, CROP, BATCH}),
+        ("simcse", {RATE, TEMPERATURE, BATCH}),
+        ("two_tower", {RATE, TEMPERATURE, BATCH}),
+        ("clip", {RATE, CROP, BATCH}),
+    ],
+)
+def test_only_settings_with_an_effect_are_searched(name: str, expected: set[str]) -> None:
+    assert search_space(recipe(name), NUM_ROWS).keys() == expected
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_limits_of_the_search_are_valid_in_every_recipe(name: str) -> None:
+    config = recipe(name, image_size=32)
+    for path, values in search_space(config, NUM_ROWS).items():
+        for value in (min(values), max(values)):
+            changed = trial_config(config, {path: value}, 3_000)
+            assert changed.stages[0].steps == max(1, 3_000 // changed.stages[0].batch_size)
+
+
+def test_batches_leave_two_steps_in_an_epoch_and_fit_the_queue() -> None:
+    assert search_space(SIMCLR, 600)[BATCH] == [128, 256]
+    assert search_space(SIMCLR, 2_000)[BATCH] == [128, 256, 512]
+    queue = override(recipe("moco_v2", image_size=32), {"negatives.capacity": 256})
+    assert search_space(queue, NUM_ROWS)[BATCH] == [128, 256]
+
+
+def test_the_run_of_the_recipe_differs_in_its_length_and_its_evaluations_only() -> None:
+    assert differences(SIMCLR, trial_config(SIMCLR, {}, 5_120)).keys() == {
+        "stages.0.epochs",
+        "stages.0.steps",
+        "evaluation.every_epochs",
+        "evaluation.num_snapshot_samples",
+        "max_failures",
+    }
+
+
+def test_trials_do_not_share_a_bank() -> None:
+    named = override(recipe("moco_v2", image_size=32), {"bank.name": "mine", "bank.detached": True})
+    bank = trial_config(named, {}, 5_120).bank
+    assert (bank.name, bank.detached) == (None, False)
+
+
+# The time
+
+
+@given(
+    st.floats(0, 100),
+    st.floats(0.1, 1e5),
+    st.floats(-100, 1e5),
+    st.sampled_from([{"epochs": 3}, {"steps": 90}]),
+)
+def test_the_recipe_and_the_trials_fit_the_time_or_are_refused(
+    overhead_s: float, rate: float, seconds: float, length: dict[str, int]
+) -> None:
+    config = override(
+        SIMCLR,
+        {"stages.0.epochs": None, "stages.0.steps": None, **{f"stages.0.{k}": v for k, v in length.items()}},
+    )
+    try:
+        rungs = plan_rungs(config, NUM_ROWS, Measured(0.5, overhead_s, rate), seconds)
+    except ConfigError as error:
+        assert "raise --minutes" in str(error)
+        return
+    num_trials = dict(SHAPES)[len(rungs)]
+    runs = [overhead_s + samples / rate for samples in rungs]
+    assert sum(run * (1 + num_trials / ETA**rung) for rung, run in enumerate(runs)) <= seconds * 1.001
+    assert rungs[0] >= LEAST_STEPS * 256
+    assert rungs[-1] <= (3 * NUM_ROWS if "epochs" in length else 90 * 256)
+    assert all(long == pytest.approx(ETA * short, abs=ETA) for short, long in pairwise(rungs))
+
+
+def test_more_time_gives_more_rungs_and_too_little_says_how_much_is_needed() -> None:
+    pace = Measured(0.5, 10.0, 1_000.0)
+    numbers = [len(plan_rungs(SIMCLR, NUM_ROWS, pace, 60.0 * minutes)) for minutes in (2, 4, 10)]
+    assert numbers == [1, 2, 3]
+    with pytest.raises(ConfigError, match="3 trials of 5,120 samples take 1.0 minutes, and 0.9 are left"):
+        plan_rungs(SIMCLR, NUM_ROWS, pace, 55.0)
+
+
+# The choice
+
+
+def trial(number: int, *scores: float) -> Trial:
+    return Trial(number=number, settings={RATE: number} if number else {}, scores=scores)
+
+
+@pytest.mark.parametrize(
+    ("trials", "expected"),
+    [
+        ([trial(0, 0.5, 0.6), trial(1, 0.6, 0.7), trial(2, 0.7, 0.65)], 1),
+        ([trial(0, 0.5, 0.6), trial(1, 0.5, 0.6), trial(2, 0.9, 0.6)], 0),
+        ([trial(0, 0.5, 0.6), trial(1, 0.9)], 0),
+        ([trial(0, 0.5), trial(1, 0.6, 0.9)], 0),
+        ([trial(0)], 0),
+        ([trial(0, 0.1, 0.0), trial(1, 0.1, 0.0)], 0),
+    ],
+    ids=["better", "tie", "not finished", "recipe not finished", "nothing", "all failed"],
+)
+def test_the_recipe_wins_unless_another_trial_is_better_in_the_last_rung(
+    trials: list[Trial], expected: int
+) -> None:
+    for order in (trials, trials[::-1]):
+        assert best_trial(order, 2).number == expected
+
+
+def run_search(
+    place: Place, objective: Any, num_trials: int = 30, num_rungs: int = 3
+) -> tuple[Any, list[str]]:
+    """Run trials one after another as Ray Tune does; return the result and the printed lines."""
+    lines: list[str] = []
+    recorder = Recorder(SIMCLR, place, tuple(1_000 * ETA**rung for rung in range(num_rungs)), lines.append)
+    scheduler = KeepingRecipe(num_rungs)
+    for number in range(num_trials):
+        each: Any = SimpleNamespace(trial_id=f"abc_{number:05d}", config={RATE: 0.01 * (number + 1)})
+        scheduler.on_trial_add(None, each)  # pyright: ignore[reportArgumentType]
+        for rung in range(num_rungs):
+            error = "" if (score := objective(number, rung)) is not None else "the loss is NaN"
+            result = {"score": score or 0.0, "length": ETA**rung, "error": error}
+            decision = scheduler.on_trial_result(None, each, result)
+            recorder.on_trial_result(rung, [], each, result)
+            if decision == scheduler.STOP:
+                break
+    return recorder.result(), lines
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_search_keeps_the_recipe_in_every_rung_and_is_never_worse(seed: int, tmp_path: Path) -> None:
+    scores = np.random.default_rng(seed).random((30, 3))
+    result, _ = run_search(Place(str(tmp_path)), lambda number, rung: scores[number, rung])
+    assert result.trials[0].scores == tuple(scores[0])
+    last = [each.scores[-1] for each in result.trials if len(each.scores) == 3]
+    assert result.best.scores[-1] == max(last) >= scores[0, -1]
+    assert result.gain == result.best.scores[-1] - scores[0, -1]
+    counts = [sum(len(each.scores) > rung for each in result.trials) for rung in range(3)]
+    assert counts[0] == 30
+    assert 30 / 6 < counts[1] < 30 / 1.5
+    assert counts[2] < counts[1]
+
+
+def test_the_worst_recipe_reaches_the_last_rung_and_a_failed_trial_is_ended(tmp_path: Path) -> None:
+    result, lines = run_search(
+        Place(str(tmp_path)), lambda number, rung: None if number == 3 else 0.1 if number == 0 else 0.5
+    )
+    assert len(result.trials[0].scores) == 3
+    assert len(result.trials[3].scores) == 1
+    assert result.best.number == 1
+    assert "trial 3 (learning_rate=0.04): failed: the loss is NaN after 1,000 samples" in lines
+    row = str(result).splitlines()[8]
+    assert row.split()[0] == "3"
+    assert row.endswith("failed")
+
+
+def test_the_recipe_is_kept_beside_faster_and_better_trials() -> None:
+    scheduler, decisions = KeepingRecipe(2), []
+    for number, score in ((1, 0.9), (2, 0.5), (3, 0.95), (0, 0.1)):
+        each: Any = SimpleNamespace(trial_id=f"abc_{number:05d}")
+        scheduler.on_trial_add(None, each)  # pyright: ignore[reportArgumentType]
+        result = {"score": score, "length": 1, "error": ""}
+        decisions.append(scheduler.on_trial_result(None, each, result))
+    assert decisions == ["CONTINUE", "STOP", "CONTINUE", "CONTINUE"]
+    assert scheduler.on_trial_result(None, each, {"score": 0.1, "length": ETA}) == "STOP"
+
+
+def test_equal_trials_return_the_recipe_itself(tmp_path: Path) -> None:
+    result, _ = run_search(Place(str(tmp_path)), lambda number, rung: 0.5)
+    assert (result.best.number, result.gain, result.config) == (0, 0.0, SIMCLR)
+    assert config_from_yaml((tmp_path / TUNED).read_text()) == SIMCLR
+
+
+def test_the_best_settings_so_far_are_a_file_that_train_reads(tmp_path: Path) -> None:
+    place, written = Place(str(tmp_path)), list[RunConfig]()
+
+    def objective(number: int, rung: int) -> float:
+        written.append(plan_run(str(tmp_path / TUNED), data=[], flags={}, settings=()).config)
+        return number / 10
+
+    result, _ = run_search(place, objective, num_trials=3, num_rungs=2)
+    final = plan_run(str(tmp_path / TUNED), data=[], flags={}, settings=()).config
+    changed = override(SIMCLR, {RATE: 0.03})
+    assert written == [*[SIMCLR] * 4, override(SIMCLR, {RATE: 0.02}), override(SIMCLR, {RATE: 0.02})]
+    assert final == result.config == changed
+
+
+# Refusals
+
+
+def test_samples_without_labels_are_refused_before_ray_starts(tmp_path: Path) -> None:
+    data = write_digits(tmp_path / "digits.parquet", 100, labeled=False)
+    with pytest.raises(
+        DataError, match="raycl tune compares trials by kNN on the labels .* data.columns.label=NAME"
+    ):
+        raycl.tune("simclr", data=data, output=tmp_path / "out")
+    assert not ray.is_initialized()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recipe": "simclear"}, "unknown recipe 'simclear'"),
+        ({"minutes": 0.5}, "--minutes must be at least 1, got 0.5"),
+        ({"minutes": float("nan")}, "--minutes must be at least 1"),
+        ({"data": []}, "the list of data sets is empty"),
+        ({"output": "earlier"}, "holds an earlier search"),
+        ({"settings": {"no.such": 1}}, "unknown key no.such"),
+    ],
+)
+def test_a_search_is_refused_in_one_line_before_ray_starts(
+    options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = write_digits(tmp_path / "digits.parquet", 600)
+    (tmp_path / "earlier").mkdir()
+    (tmp_path / "earlier" / TUNED).write_text("")
+    with pytest.raises(RayclError, match=message) as caught:
+        raycl.tune(**{"recipe": "simclr", "data": data, **options})
+    assert "\n" not in str(caught.value)
+    assert not ray.is_initialized()
+
+
+def test_several_stages_are_refused() -> None:
+    stages = SIMCLR.model_copy(update={"stages": (Stage(epochs=1), Stage(epochs=1))})
+    with pytest.raises(ConfigError, match="one stage, and the configuration has 2"):
+        check_search(stages, (), 10)
+
+
+def test_pairs_need_no_labels() -> None:
+    source: Any = SimpleNamespace(has_labels=False)
+    check_search(recipe("two_tower"), (source,), 10)
