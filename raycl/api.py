@@ -116,8 +116,8 @@ def tune(
     if not uris:
         raise ConfigError("the list of data sets is empty; give at least one")
     flags = run_flags(workers=workers, gpu=gpu, batch_size=batch_size, seed=seed)
-    config, sources, note = plan_run(_named(recipe), data=uris, flags=flags, settings=settings)
-    if note and not quiet:
+    config, sources, notes = plan_run(_named(recipe), data=uris, flags=flags, settings=settings)
+    for note in () if quiet else notes:
         print(note, file=sys.stderr)
     from raycl.data.sources import find_source
     from raycl.training.preflight import column_names
