@@ -122,6 +122,11 @@ def test_a_page_has_no_title_twice(finished: Path, tmp_path: Path) -> None:
         assert len(found) == len(set(found)) >= 6, found
 
 
+def test_a_run_in_a_folder_named_run_is_named_with_the_parent_folder(tmp_path: Path) -> None:
+    for folder, name in (("demo/run", "demo/run"), ("demo/first", "first")):
+        assert read_run(str(write_run(tmp_path / folder))).name == name
+
+
 def test_a_batch_size_that_stays_is_a_fact_and_has_no_drawing(finished: Path, tmp_path: Path) -> None:
     page = Page(finished.read_text())
     assert re.search(r"Batch size\s+64\s", page.text)

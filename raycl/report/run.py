@@ -1,5 +1,6 @@
 """A run, read from its output."""
 
+import contextlib
 import io
 import json
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import Any, final
 from raycl.config import RunConfig
 from raycl.config.overrides import config_from_yaml
 from raycl.embedding_snapshot import FIRST, LATEST, EmbeddingSnapshot, ProbeSet, read_probe_set, read_snapshot
-from raycl.errors import DataError
+from raycl.errors import DataError, StorageError
 from raycl.provenance import read_commands
 from raycl.records import METRICS, RESULT, with_new_names
 from raycl.report.history import History, read_history
@@ -76,7 +77,7 @@ def read_run(uri: str, *, with_snapshots: bool = True) -> Run:
             for each in (read_snapshot(output, FIRST), read_snapshot(output, LATEST))
         ]
     return Run(
-        name=output.name,
+        name=_name(output),
         address=uri,
         config=config_from_yaml(text, name=(output / CONFIG).uri),
         config_text=text,
@@ -88,6 +89,15 @@ def read_run(uri: str, *, with_snapshots: bool = True) -> Run:
         first=snapshots[0],
         latest=snapshots[1],
     )
+
+
+def _name(output: Place) -> str:
+    """Return the name of a run: its folder, and also the parent folder if that is just ``run``, as in the demo."""
+    if output.name != "run":
+        return output.name
+    with contextlib.suppress(StorageError):  # a whole bucket has no parent
+        return f"{output.beside('').name}/run"
+    return output.name
 
 
 def _read_json(place: Place) -> dict[str, Any]:
