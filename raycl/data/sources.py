@@ -19,6 +19,7 @@ from raycl.data.images import EXTENSIONS, is_image_struct, read_image, struct_im
 from raycl.data.json_tables import JsonTables
 from raycl.data.labels import NO_LABEL, are_numbers, class_names, label_numbers
 from raycl.data.parquet_tables import ParquetTables
+from raycl.data.patterns import expand, folder_of, is_pattern
 from raycl.data.tables import TableFile, TableFormat
 from raycl.data.tar_tables import TarTables
 from raycl.data.weights import check_weight_columns
@@ -38,7 +39,7 @@ FORMATS = "parquet, CSV, JSONL, Arrow, tar"
 class Fragment:
     """Rows ``start`` to ``stop`` of the table ``file``, or a list of image files, below ``uri``.
 
-    ``file`` is empty if the address itself is the file.
+    ``file`` is empty if the address itself is the file, and in the folder of the files if the address is a pattern.
     """
 
     uri: str
@@ -57,7 +58,8 @@ class Fragment:
     @property
     def place(self) -> Place:
         """The place of the table file."""
-        return Place(self.uri) / self.file if self.file else Place(self.uri)
+        root = Place(folder_of(self.uri))
+        return root / self.file if self.file else root
 
     @property
     def name(self) -> str:
@@ -185,14 +187,16 @@ class Source:
 
 
 def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
-    """Find the source at ``uri``: a file of rows in one of the formats, a folder of them, or a folder of image files.
+    """Find the source at ``uri``: a file of rows in one of the formats, a folder or a pattern of them, or a folder of image files.
 
     Raises ``DataError`` if nothing is there, a column is missing or a file is broken, ``StorageError`` if the storage
     cannot be reached.
     """
     uri = absolute(uri)
-    place = existing(uri)
     columns = columns or ColumnNames()
+    if is_pattern(uri):
+        return _pattern_source(uri, columns)
+    place = existing(uri)
     if not place.is_folder():
         return _table_source(uri, [""], columns, _format_of(place.name) or _PARQUET)
     files = [path for path, _ in place.files()]
@@ -221,6 +225,21 @@ def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
     return replace(found, ignored=_endings(set(files).difference(by_format[name])))
 
 
+def check_exists(uri: str) -> None:
+    """Raise ``DataError`` if a data set or a file of a pattern does not exist."""
+    uri = absolute(uri)
+    if not is_pattern(uri):
+        existing(uri)
+        return
+    root = Place(folder_of(uri))
+    with ThreadPoolExecutor(8) as pool:
+        for place in pool.map(lambda file: existing((root / file).uri), expand(uri)):
+            if place.is_folder():
+                raise DataError(
+                    f"{place} is a folder, but the pattern {uri} must name files; give the folder"
+                )
+
+
 def existing(uri: str) -> Place:
     """Return the place of a dataset; raises ``DataError`` if nothing is there."""
     uri = absolute(uri)
@@ -234,6 +253,16 @@ def existing(uri: str) -> Place:
 
 def _format_of(name: str) -> TableFormat | None:
     return next((each for each in _FORMATS.values() if name.lower().endswith(each.endings)), None)
+
+
+def _pattern_source(uri: str, columns: ColumnNames) -> Source:
+    files = expand(uri)
+    formats = {_format_of(file) or _PARQUET for file in files}
+    if len(formats) > 1:
+        names = ", ".join(sorted(each.name for each in formats))
+        raise DataError(f"{uri} names files of several formats ({names}); give files of one format")
+    check_exists(uri)
+    return _table_source(uri, files, columns, formats.pop())
 
 
 def _folder_source(uri: str, files: list[str]) -> Source:
@@ -282,7 +311,7 @@ def _class_folders(paths: list[str]) -> tuple[str, ...] | None:
 
 
 def _table_source(uri: str, files: list[str], columns: ColumnNames, reader: TableFormat) -> Source:
-    root = Place(uri)
+    root = Place(folder_of(uri))
     places = [root / file if file else root for file in files]
     with ThreadPoolExecutor(8) as pool:
         tables = list(pool.map(lambda place: reader.inspect(place, columns), places))
