@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,12 +33,13 @@ from raycl.negatives.spec import BankSpec
 from raycl.negatives.store import Negatives
 from raycl.serve.app import create_app
 from raycl.serve.auth import HEADERS, checked_token, new_token
-from raycl.serve.explorer import Explorer, ReconnectingBank
+from raycl.serve.explorer import Explorer, ReconnectingBank, RunProgress
 from raycl.serve.requests import MAX_BYTES
 from raycl.serve.sample_viewer import SampleViewer, thumbnail
 from raycl.serve.target import columns_of
 from raycl.training.preflight import column_names
 from tests.images import digit_files, encode, write_digits
+from tests.outputs import evaluation, line_of, write_run
 from tests.settings import override_active
 from tests.test_cli import run_raycl
 
@@ -115,7 +117,7 @@ def refusal(answer: Any) -> tuple[int, str]:
 # ---- access
 
 
-@pytest.mark.parametrize("path", ["stats", "nearest?id=3", "rows/3", "samples/3"])
+@pytest.mark.parametrize("path", ["stats", "run", "random", "nearest?id=3", "rows/3", "samples/3"])
 @pytest.mark.parametrize(
     "header", [None, "Bearer ", "Bearer wrong", f"Basic {TOKEN}", f"Bearer {TOKEN}x", "Bearer \xe9"]
 )
@@ -498,6 +500,41 @@ def test_the_page_shows_only_columns_read_by_the_run(name: str) -> None:
     assert (looked_at.label, looked_at.sample_id) == ("kind", None)
 
 
+# ---- the run
+
+
+def test_random_samples_are_written_rows_of_the_bank_each_once(
+    called: None, opened: Open, bank: Bank
+) -> None:
+    ids = opened().get("/api/random?k=100").json()["sample_ids"]
+    assert sorted(ids) == sorted([*map(str, range(30)), str(LARGE_ID)])
+    assert len(set(opened().get("/api/random?k=5").json()["sample_ids"])) == 5
+    spec = replace(bank.spec, kind="memory_bank", capacity=20, num_shards=2)
+    write_samples(spec, np.arange(20))
+    slots = Bank(spec, [MemoryBankActor(spec, shard) for shard in range(2)])
+    client = opened(bank=ReconnectingBank(lambda: slots, keep_s=0))
+    assert client.get("/api/random").json() == {"sample_ids": []}
+    slots.actors[1].replace(np.array([12, 17]), unit_rows(2, 0), 3)
+    assert sorted(client.get("/api/random").json()["sample_ids"]) == ["12", "17"]
+
+
+def test_loss_and_evaluation_of_the_run_are_read_once_in_a_while(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("raycl.serve.explorer.time", SimpleNamespace(monotonic=lambda: now[0]))
+    client = opened(run=RunProgress(str(tmp_path)))
+    assert client.get("/api/run").json() == {"curves": []}
+    lines = [line_of(step, loss=1 / step) for step in range(1, 1_001)]
+    write_run(tmp_path, [*lines, line_of(1_001, loss=float("nan")), evaluation(500, knn_top1=0.25)])
+    assert client.get("/api/run").json() == {"curves": []}
+    now[0] += 11.0
+    loss, accuracy = client.get("/api/run").json()["curves"]
+    assert (loss["name"], len(loss["steps"]), loss["steps"][0], loss["steps"][-1]) == ("loss", 240, 1, 1_000)
+    assert loss["values"] == pytest.approx([1 / step for step in loss["steps"]], rel=1e-4)
+    assert accuracy == {"name": "knn_top1", "steps": [500], "values": [0.25]}
+
+
 # ---- the page and the command
 
 
@@ -514,6 +551,8 @@ def test_the_openapi_schema_lists_every_call_and_its_token(opened: Open) -> None
     calls = {(path, verb) for path, verbs in found["paths"].items() for verb in verbs}
     assert calls == {
         ("/api/stats", "get"),
+        ("/api/run", "get"),
+        ("/api/random", "get"),
         ("/api/nearest", "get"),
         ("/api/nearest", "post"),
         ("/api/rows/{id}", "get"),

@@ -20,7 +20,7 @@ from raycl.negatives.placement import (
 )
 from raycl.negatives.queue import KeyQueue
 from raycl.negatives.rpc import ShardConnection, actor_facts, ask_all
-from raycl.negatives.search import Neighbors, SampleRows, checked_query, merge
+from raycl.negatives.search import Neighbors, SampleRows, checked_query, merge, newest_of
 from raycl.negatives.snapshot import (
     ROWS_PER_GROUP,
     Current,
@@ -178,6 +178,11 @@ class Bank:
             found = found[np.searchsorted(found.sample_id, ids)]
         return SampleRows(**vars(found), newest_step=max(newest))
 
+    def draw(self, num: int) -> np.ndarray:
+        """Return the sample ids of ``num`` random written rows, or of all if there are fewer; a queue may repeat one."""
+        found = np.concatenate(ask_all(self.connections(), BankActor.draw, num))
+        return np.random.default_rng().permutation(found)[:num]
+
     def nearest(self, query: np.ndarray, k: int = 10) -> list[Neighbors]:
         """Return for each query, [dim] or [n, dim], the k written rows of the highest cosine: exact.
 
@@ -191,13 +196,8 @@ class Bank:
 
         Raises ``ConfigError`` if the sample is not in the bank, or was never written.
         """
-        own = self.get(np.array([sample_id]))
-        if len(own) == 0 or own.step.max() < 0:
-            raise ConfigError(
-                f"the bank {self.spec.name!r} holds no row of sample {sample_id} now; ask for another sample, "
-                "or ask with an embedding"
-            )
-        return self._nearest(own.rows[own.step.argmax()], k, without=sample_id)[0]
+        row = newest_of(self.get(np.array([sample_id])), sample_id, self.spec.name)
+        return self._nearest(row, k, without=sample_id)[0]
 
     def stats(self) -> BankStats:
         """Count and measure all rows, and the throughput of the workers."""

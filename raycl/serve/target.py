@@ -11,7 +11,7 @@ from raycl.data.columns import ColumnNames
 from raycl.data.sources import find_source
 from raycl.errors import RayclError
 from raycl.negatives.bank import Bank, connect_bank
-from raycl.serve.explorer import Explorer, QueryEncoder, ReconnectingBank
+from raycl.serve.explorer import Explorer, QueryEncoder, ReconnectingBank, RunProgress
 from raycl.serve.sample_viewer import SampleViewer
 from raycl.serve.schemas import QueryKind
 from raycl.storage import Place, absolute
@@ -50,7 +50,13 @@ class ServeTarget:
         """Create the explorer, in any process of the cluster."""
         samples = SampleViewer(self.data, self.columns, max_pixels=self.max_pixels) if self.data else None
         bank = ReconnectingBank(partial(_connect_impatiently, self.bank))
-        return Explorer(bank=bank, encoder=QueryEncoder(self.run), samples=samples, queries=self.queries)
+        return Explorer(
+            bank=bank,
+            encoder=QueryEncoder(self.run),
+            run=RunProgress(self.run),
+            samples=samples,
+            queries=self.queries,
+        )
 
 
 def find_target(bank: str, *, run: str | None, data: str | None, token: str) -> ServeTarget:
