@@ -15,6 +15,7 @@ import raycl
 from raycl.cli.bank import bank
 from raycl.cli.options import OF_RECIPE, Address, BatchSize, Debug, Gpu, Setting, Workers
 from raycl.cli.runs import certify, embed, evaluate, export, mine, replay, report, runs
+from raycl.cli.serve import explore
 from raycl.errors import ConfigError, DataError, RayclError, StoppedError, StorageError
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -148,7 +149,7 @@ def train(
         print(f"flat images: {result.flat_images:,} (all pixels of one value)")
 
 
-for command in (evaluate, embed, mine, export, runs, report, replay, certify):
+for command in (evaluate, embed, mine, export, runs, explore, report, replay, certify):
     app.command()(command)
 
 

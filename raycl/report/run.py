@@ -1,6 +1,5 @@
 """A run, read from its output."""
 
-import contextlib
 import io
 import json
 from dataclasses import dataclass
@@ -9,9 +8,9 @@ from typing import Any, final
 from raycl.config import RunConfig
 from raycl.config.overrides import config_from_yaml
 from raycl.embedding_snapshot import FIRST, LATEST, EmbeddingSnapshot, ProbeSet, read_probe_set, read_snapshot
-from raycl.errors import DataError, StorageError
+from raycl.errors import DataError
 from raycl.provenance import read_commands
-from raycl.records import METRICS, RESULT, with_new_names
+from raycl.records import METRICS, RESULT, run_name, with_new_names
 from raycl.report.history import History, read_history
 from raycl.storage import Place
 
@@ -77,7 +76,7 @@ def read_run(uri: str, *, with_snapshots: bool = True) -> Run:
             for each in (read_snapshot(output, FIRST), read_snapshot(output, LATEST))
         ]
     return Run(
-        name=_name(output),
+        name=run_name(output),
         address=uri,
         config=config_from_yaml(text, name=(output / CONFIG).uri),
         config_text=text,
@@ -89,15 +88,6 @@ def read_run(uri: str, *, with_snapshots: bool = True) -> Run:
         first=snapshots[0],
         latest=snapshots[1],
     )
-
-
-def _name(output: Place) -> str:
-    """Return the name of a run: its folder, and also the parent folder if that is just ``run``, as in the demo."""
-    if output.name != "run":
-        return output.name
-    with contextlib.suppress(StorageError):  # a whole bucket has no parent
-        return f"{output.beside('').name}/run"
-    return output.name
 
 
 def _read_json(place: Place) -> dict[str, Any]:

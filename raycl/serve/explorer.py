@@ -13,6 +13,7 @@ from starlette.concurrency import run_in_threadpool
 
 from raycl.errors import ConfigError, DataError, RayclError, RunError
 from raycl.negatives.bank import Bank
+from raycl.negatives.saved_bank import SavedBank
 from raycl.negatives.search import Neighbors
 from raycl.negatives.stats import BankStats
 from raycl.records import METRICS
@@ -22,7 +23,7 @@ from raycl.serve.requests import read_query
 from raycl.serve.sample_viewer import SampleViewer, UnknownSampleError
 from raycl.storage import Place, absolute
 
-AnyBank = Bank
+AnyBank = Bank | SavedBank
 Answer = TypeVar("Answer")
 _BOUND = 2**63
 _PAUSE_FACTOR, _MAX_PAUSE_S = 20.0, 60.0
