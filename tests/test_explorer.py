@@ -441,8 +441,15 @@ def test_a_sample_is_shown_from_a_folder_or_a_file(tmp_path: Path, opened: Open)
     for name, label in (("b", 1), ("a", 0)):
         (tmp_path / "folder" / name).mkdir(parents=True)
         (tmp_path / "folder" / name / "one.png").write_bytes(images[label])
+    names = [f"digit {number}" for number in range(10)]
+    info = {"info": {"features": {"label": {"names": names, "_type": "ClassLabel"}}}}
+    table = pq.read_table(tmp_path / "digits.parquet")
+    pq.write_table(
+        table.replace_schema_metadata({"huggingface": json.dumps(info)}), tmp_path / "named.parquet"
+    )
     for uri, sample_id, content, label in (
         ("digits.parquet", 140, images[140], str(labels[140])),
+        ("named.parquet", 140, images[140], f"digit {labels[140]}"),
         ("folder", 1, images[1], "b"),
     ):
         samples = SampleViewer(str(tmp_path / uri), ColumnNames(), max_pixels=10**6)

@@ -476,6 +476,8 @@ def test_class_names_are_part_of_the_data(tmp_path: Path) -> None:
     page = page_of(tmp_path)
     assert "label a class of a long name, 3" in page.text
     assert re.search(r"a class of a lon(?!g)", page.text)  # truncated on the map
+    (tmp_path / "data.json").write_text(json.dumps(data | {"classes": None, "label_names": names}))
+    assert "label a class of a long name, 3" in page_of(tmp_path).text
 
 
 def test_embeddings_that_are_not_finite_are_skipped_and_counted(tmp_path: Path) -> None:

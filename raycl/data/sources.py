@@ -17,7 +17,7 @@ from raycl.data.csv_tables import CsvTables
 from raycl.data.ids import content_ids, stable_ids
 from raycl.data.images import EXTENSIONS, is_image_struct, read_image, struct_images
 from raycl.data.json_tables import JsonTables
-from raycl.data.labels import NO_LABEL, are_numbers, class_names, label_numbers
+from raycl.data.labels import NO_LABEL, are_numbers, class_names, label_numbers, names_of_integers
 from raycl.data.parquet_tables import ParquetTables
 from raycl.data.patterns import expand, folder_of, is_pattern
 from raycl.data.tables import TableFile, TableFormat
@@ -116,7 +116,8 @@ class Source:
 
     Ids count the rows in the order of sorted file names, or come from the id column, so they are equal in
     every run over the same files. ``kind`` is "folder" or the name of a table format, and ``types`` are those with which
-    its columns are read, None if the files know them.
+    its columns are read, None if the files know them. ``classes`` are numbered by the labels; ``label_names`` are for
+    display only, of integers.
     """
 
     uri: str
@@ -127,11 +128,17 @@ class Source:
     has_labels: bool
     ignored: tuple[tuple[str, int], ...] = ()
     types: pa.Schema | None = None
+    label_names: tuple[str, ...] | None = None
 
     @property
     def num_rows(self) -> int:
         """The number of all rows, invalid ones included."""
         return sum(fragment.num_rows for fragment in self.fragments)
+
+    def label_name(self, label: int) -> str:
+        """Return the name of a label, or its number if it has none."""
+        names = self.classes or self.label_names or ()
+        return names[label] if 0 <= label < len(names) else str(label)
 
     def with_classes(self, classes: tuple[str, ...]) -> "Source":
         """Return the same rows with labels that number ``classes``, which contain the own names."""
@@ -339,9 +346,11 @@ def _table_source(uri: str, files: list[str], columns: ColumnNames, reader: Tabl
     if columns.weight is not None:
         parts = ((str(place), reader.column(place, columns.weight, types)) for place in places)
         check_weight_columns(parts, where=uri)
-    classes = None
+    classes = names = None
     if columns.label is not None and not are_numbers((types or schemas[0]).field(columns.label).type):
         classes = class_names([reader.column(place, columns.label, types) for place in places])
+    elif columns.label is not None:
+        names = names_of_integers(found[0][2].schema, columns.label)
     return Source(
         uri=uri,
         kind=reader.name,
@@ -350,6 +359,7 @@ def _table_source(uri: str, files: list[str], columns: ColumnNames, reader: Tabl
         classes=classes,
         has_labels=columns.label is not None,
         types=types,
+        label_names=names,
     )
 
 

@@ -44,7 +44,7 @@ class Run:
 
     def class_name(self, label: int) -> str:
         """Return the name of a label in the data, a folder or a text, or else its number."""
-        classes = self.data.get("classes") or []
+        classes = self.data.get("classes") or self.data.get("label_names") or []
         return str(classes[label]) if label < len(classes) else str(label)
 
     def snapshots(self) -> list[tuple[str, EmbeddingSnapshot]]:
