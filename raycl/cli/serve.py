@@ -47,7 +47,7 @@ def serve(
 ) -> None:
     """Explore the bank of a live run in a browser: neighbors, ages, norms."""
     secret = _secret(token)
-    connect(address, debug)
+    connect(address, debug, bank=name)
     from raycl.serve.deployment import head_address, is_loopback, served
     from raycl.serve.target import find_target
 

@@ -32,7 +32,7 @@ from raycl.negatives.snapshot import (
 from raycl.negatives.spec import BankSpec
 from raycl.negatives.stats import BankStats, ShardStats, sum_up
 from raycl.negatives.store import Negatives, checked_ids, concatenate, named
-from raycl.ray_runtime import connect
+from raycl.ray_runtime import ambiguous_rays, connect
 from raycl.storage import absolute
 
 NAMESPACE = "raycl"
@@ -260,13 +260,13 @@ def connect_bank(name: str, address: str | None = None) -> Bank:
     """Return the bank of this name, to ask it during training.
 
     Joins the Ray at ``address`` (HOST:PORT), or in RAY_ADDRESS, or else the one on this machine,
-    unless this process has joined one already; never starts one.
+    unless this process has joined one already; never starts one. Of several on this machine, it joins the one with the bank.
 
     Raises:
-        ConfigError: There is no such bank (the message lists the others), or no Ray to join, or several.
+        ConfigError: There is no such bank (the message lists the others), or no Ray to join, or several have the bank.
         RunError: The Ray or the bank does not answer.
     """
-    names = list_banks(address)
+    names = list_banks(ray_of_bank(name, address))
     if name not in names:
         those = f"the banks here are {', '.join(map(repr, names))}" if names else "no bank is here"
         raise ConfigError(f"there is no bank {name!r}: {those}; check the name and the cluster's address")
@@ -281,6 +281,38 @@ def connect_bank(name: str, address: str | None = None) -> Bank:
             f"the bank {name!r} does not answer: {first_line(error)}; try again when it has started"
         ) from error
     return Bank(spec, actors)
+
+
+def ray_of_bank(name: str, address: str | None = None) -> str | None:
+    """Return the address of the only Ray on this machine with this bank, or ``address`` if that or another setting chooses.
+
+    Joins and leaves one after the other. Raises ``ConfigError`` if none or several of them have the bank.
+    """
+    rays = ambiguous_rays(address)
+    if not rays:
+        return address
+    runs: dict[str, str] = {}  # with the bank, by address
+    others: dict[str, list[str]] = {}
+    for each in rays:
+        try:
+            others[each] = list_banks(each)
+            if name in others[each]:
+                runs[each] = connect_bank(name).spec.output
+        except RunError as error:  # a Ray of another user, or one that ends
+            others.setdefault(each, []).append(f"no answer ({first_line(error)})")
+        finally:
+            ray.shutdown()
+    if len(runs) > 1:
+        those = ", ".join(f"{each} ({run})" for each, run in runs.items())
+        raise ConfigError(
+            f"{len(runs)} Rays on this machine have a bank {name!r}: {those}; say which by --address HOST:PORT"
+        )
+    if not runs:
+        those = "; ".join(f"{each}: {', '.join(banks) or 'none'}" for each, banks in others.items())
+        raise ConfigError(
+            f"none of the {len(rays)} Rays on this machine has a bank {name!r} that answers: {those}; check the name"
+        )
+    return next(iter(runs))
 
 
 def list_banks(address: str | None = None) -> list[str]:
