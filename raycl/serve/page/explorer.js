@@ -331,6 +331,7 @@ function fact(name, value) {
 // Samples to begin with; a reader who knows no id chooses one of them.
 async function showRandom() {
   const mine = ++asked;
+  find("find").disabled = false; // the answer to a query under way will be dropped
   try {
     const { sample_ids: ids } = await call(`random?${new URLSearchParams({ k: NUM_RANDOM })}`);
     if (mine !== asked) return;
