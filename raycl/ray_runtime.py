@@ -96,6 +96,13 @@ def connect(address: str | None = None, *, debug: bool = False) -> bool:
     return True
 
 
+def ambiguous_rays(address: str | None = None) -> list[str]:
+    """Return the Rays among which ``connect`` cannot choose; none if it can."""
+    wanted = address or os.environ.get("RAY_ADDRESS") or "auto"
+    here = [] if ray.is_initialized() or wanted not in ("auto", "local") else sorted(_running_here())
+    return here if len(here) > 1 else []
+
+
 def init_ray(address: str, *, debug: bool = False, quiet_core: bool = False) -> str | None:
     """Join the cluster at ``address``, or start one on this machine if it is ``local``.
 

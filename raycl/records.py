@@ -1,5 +1,6 @@
 """The files of a run's output: their names, ``metrics.jsonl``, ``result.json``, and the list of checkpoints."""
 
+import contextlib
 import errno
 import json
 import time
@@ -106,6 +107,15 @@ def failures(output: Place) -> list[dict[str, Any]]:
     """Return the lines about lost groups of workers: their text, and the time and steps that each one cost."""
     keys = ("step", "text", "lost_seconds", "repeated_steps")
     return [{key: line[key] for key in keys} for line in read_metrics(output) if line.get("event") == FAILURE]
+
+
+def run_name(output: Place) -> str:
+    """Return the name of a run: its folder, and also the parent folder if that is just ``run``, as in the demo."""
+    if output.name != "run":
+        return output.name
+    with contextlib.suppress(StorageError):  # a whole bucket has no parent
+        return f"{output.beside('').name}/run"
+    return output.name
 
 
 def with_new_names(values: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Data without Ray: decoding, sources, ids, held-out rows, prefetching, and coordinator counts."""
 
+import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from raycl.data.split import Holdout, make_split
 from raycl.errors import DataError
 from raycl.training.coordinator import RunCoordinator
 from tests.images import encode
+from tests.table_files import write_saved
 
 NOISE = np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)
 
@@ -218,6 +220,29 @@ def test_text_labels_become_sorted_classes(tmp_path: Path) -> None:
     source = find_source(write_parquet(tmp_path / "a.parquet", 3, 2, label=["dog", "cat", "dog"]))
     assert source.classes == ("cat", "dog")
     assert np.concatenate([rows.label for rows in read(source)]).tolist() == [1, 0, 1]
+
+
+def test_integers_have_the_names_of_hugging_faces_class_labels(tmp_path: Path) -> None:
+    """The metadata are those that ``datasets`` writes into parquet and Arrow files."""
+    feature = {"names": ["ant", "bee"], "_type": "ClassLabel"}
+    content = {"image": [encode(colors())] * 3, "label": [1, 0, 2]}
+    for label, names in (
+        (feature, ("ant", "bee")),
+        ({"dtype": "int64", "_type": "Value"}, None),
+        ({"names": 3, "_type": "ClassLabel"}, None),
+        (None, None),
+    ):
+        info = {"info": {"features": {"image": {"_type": "Image"}, "label": label}}}
+        info_text = json.dumps(info)
+        table = pa.table(content).replace_schema_metadata({"huggingface": info_text})
+        pq.write_table(table, tmp_path / "a.parquet")
+        for uri in (tmp_path / "a.parquet", write_saved(tmp_path / str(len(info_text)), table)):
+            source = find_source(str(uri))
+            assert (source.label_names, source.classes) == (names, None)
+            assert np.concatenate([rows.label for rows in read(source)]).tolist() == [1, 0, 2]
+            shown = [source.label_name(each) for each in (1, 0, 2)]
+            assert shown == (["bee", "ant", "2"] if names else ["1", "0", "2"])
+    assert find_source(write_parquet(tmp_path / "b.parquet", 2, 2, label=["x", "y"])).label_name(1) == "y"
 
 
 def test_hugging_face_images_are_read_from_bytes_or_files(tmp_path: Path) -> None:

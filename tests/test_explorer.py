@@ -4,10 +4,12 @@ import asyncio
 import itertools
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,17 +29,19 @@ from raycl.errors import ConfigError, RunError
 from raycl.negatives import bank as bank_module
 from raycl.negatives.actor import MemoryBankActor, QueueActor, Update
 from raycl.negatives.bank import Bank
+from raycl.negatives.saved_bank import read_saved_bank
 from raycl.negatives.snapshot import write_samples
 from raycl.negatives.spec import BankSpec
 from raycl.negatives.store import Negatives
 from raycl.serve.app import create_app
 from raycl.serve.auth import HEADERS, checked_token, new_token
-from raycl.serve.explorer import Explorer, ReconnectingBank
+from raycl.serve.explorer import Explorer, ReconnectingBank, RunProgress
 from raycl.serve.requests import MAX_BYTES
 from raycl.serve.sample_viewer import SampleViewer, thumbnail
-from raycl.serve.target import columns_of
+from raycl.serve.target import columns_of, saved_explorer
 from raycl.training.preflight import column_names
 from tests.images import digit_files, encode, write_digits
+from tests.outputs import evaluation, line_of, write_run, write_snapshots
 from tests.settings import override_active
 from tests.test_cli import run_raycl
 
@@ -115,7 +119,7 @@ def refusal(answer: Any) -> tuple[int, str]:
 # ---- access
 
 
-@pytest.mark.parametrize("path", ["stats", "nearest?id=3", "rows/3", "samples/3"])
+@pytest.mark.parametrize("path", ["stats", "run", "random", "nearest?id=3", "rows/3", "samples/3"])
 @pytest.mark.parametrize(
     "header", [None, "Bearer ", "Bearer wrong", f"Basic {TOKEN}", f"Bearer {TOKEN}x", "Bearer \xe9"]
 )
@@ -437,8 +441,15 @@ def test_a_sample_is_shown_from_a_folder_or_a_file(tmp_path: Path, opened: Open)
     for name, label in (("b", 1), ("a", 0)):
         (tmp_path / "folder" / name).mkdir(parents=True)
         (tmp_path / "folder" / name / "one.png").write_bytes(images[label])
+    names = [f"digit {number}" for number in range(10)]
+    info = {"info": {"features": {"label": {"names": names, "_type": "ClassLabel"}}}}
+    table = pq.read_table(tmp_path / "digits.parquet")
+    pq.write_table(
+        table.replace_schema_metadata({"huggingface": json.dumps(info)}), tmp_path / "named.parquet"
+    )
     for uri, sample_id, content, label in (
         ("digits.parquet", 140, images[140], str(labels[140])),
+        ("named.parquet", 140, images[140], f"digit {labels[140]}"),
         ("folder", 1, images[1], "b"),
     ):
         samples = SampleViewer(str(tmp_path / uri), ColumnNames(), max_pixels=10**6)
@@ -498,6 +509,134 @@ def test_the_page_shows_only_columns_read_by_the_run(name: str) -> None:
     assert (looked_at.label, looked_at.sample_id) == ("kind", None)
 
 
+# ---- the run
+
+
+def test_random_samples_are_written_rows_of_the_bank_each_once(
+    called: None, opened: Open, bank: Bank
+) -> None:
+    ids = opened().get("/api/random?k=100").json()["sample_ids"]
+    assert sorted(ids) == sorted([*map(str, range(30)), str(LARGE_ID)])
+    assert len(set(opened().get("/api/random?k=5").json()["sample_ids"])) == 5
+    spec = replace(bank.spec, kind="memory_bank", capacity=20, num_shards=2)
+    write_samples(spec, np.arange(20))
+    slots = Bank(spec, [MemoryBankActor(spec, shard) for shard in range(2)])
+    client = opened(bank=ReconnectingBank(lambda: slots, keep_s=0))
+    assert client.get("/api/random").json() == {"sample_ids": []}
+    slots.actors[1].replace(np.array([12, 17]), unit_rows(2, 0), 3)
+    assert sorted(client.get("/api/random").json()["sample_ids"]) == ["12", "17"]
+
+
+def test_loss_and_evaluation_of_the_run_are_read_once_in_a_while(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("raycl.serve.explorer.time", SimpleNamespace(monotonic=lambda: now[0]))
+    client = opened(run=RunProgress(str(tmp_path)))
+    assert client.get("/api/run").json() == {"curves": []}
+    lines = [line_of(step, loss=1 / step) for step in range(1, 1_001)]
+    write_run(tmp_path, [*lines, line_of(1_001, loss=float("nan")), evaluation(500, knn_top1=0.25)])
+    assert client.get("/api/run").json() == {"curves": []}
+    now[0] += 11.0
+    loss, accuracy = client.get("/api/run").json()["curves"]
+    assert (loss["name"], len(loss["steps"]), loss["steps"][0], loss["steps"][-1]) == ("loss", 240, 1, 1_000)
+    assert loss["values"] == pytest.approx([1 / step for step in loss["steps"]], rel=1e-4)
+    assert accuracy == {"name": "knn_top1", "steps": [500], "values": [0.25]}
+
+
+# ---- what a run has saved
+
+
+def saved(bank: Bank, folder: Path, *, with_data: bool = True) -> Path:
+    """Write a run's configuration, data and log, and the snapshot of its bank, whose actors are here."""
+    write_run(folder, method="moco_v2", settings={"data.image_size": 16})
+    if with_data:
+        write_digits(folder / "digits.parquet", 40)
+        (folder / "data.json").write_text(json.dumps({"data": str(folder / "digits.parquet")}))
+    return folder
+
+
+def test_a_saved_queue_answers_as_the_bank_did(bank: Bank, tmp_path: Path, opened: Open) -> None:
+    folder = saved(bank, tmp_path / "run")
+    bank.save(3)
+    found = saved_explorer(str(folder), embeddings=None, data=None)
+    assert (found.bank.stats().shards, found.bank.stats().filled, found.queries) == ((), 31, ("image",))
+    client, live = TestClient(create_app(found, TOKEN), headers=BEARER), opened()
+    for path in ("nearest?id=3&k=7", "rows/3", f"rows/{LARGE_ID}"):
+        assert client.get(f"/api/{path}").json() == live.get(f"/api/{path}").json()
+    assert client.get("/api/nearest?id=31").status_code == 404
+    assert client.get("/api/samples/3").json()["label"] == live_label(folder, 3)
+    assert [each["name"] for each in client.get("/api/run").json()["curves"]] == ["loss", "knn_top1"]
+
+
+def live_label(folder: Path, row: int) -> str:
+    return str(pq.read_table(folder / "digits.parquet")["label"][row].as_py())
+
+
+def test_saved_slots_have_the_rows_of_all_shards_and_increments(called: None, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", method="instance_discrimination")
+    spec = BankSpec(
+        name="test",
+        kind="memory_bank",
+        dim=DIM,
+        capacity=21,
+        num_shards=2,
+        output=str(folder),
+        dtype="float16",
+    )
+    write_samples(spec, np.arange(21) * 3)
+    slots = Bank(spec, [MemoryBankActor(spec, shard) for shard in range(2)])
+    for step in (1, 2):
+        ids = np.arange(5) * 3 + 6 * step
+        slots.replace(ids // 3, ids, unit_rows(5, step), step)
+        slots.save(step)
+    found = read_saved_bank(str(folder))
+    assert found.stats().kind == "memory_bank"
+    for sample_id in (9, 21):
+        one, other = found.nearest_of(sample_id, 20), slots.nearest_of(sample_id, 20)
+        assert (one.sample_id.tolist(), one.step.tolist()) == (other.sample_id.tolist(), other.step.tolist())
+        np.testing.assert_array_equal(one.similarity, other.similarity)
+    assert found.stats().filled == slots.stats().filled == 7
+
+
+def test_embeddings_are_explored_by_their_ids(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    rows = unit_rows(40, 0)
+    table = pa.table(
+        {"sample_id": np.arange(40) + 7, "label": np.arange(40) % 3, "representation": list(3 * rows)}
+    )
+    (tmp_path / "embedded").mkdir()
+    pq.write_table(table, tmp_path / "embedded" / "a.parquet")
+    found = saved_explorer(str(folder), embeddings=str(tmp_path / "embedded"), data=None)
+    assert (found.bank.stats().kind, found.queries, found.samples) == ("embeddings", (), None)
+    nearest = found.nearest(7, 39).neighbors
+    order = np.argsort(-(rows[1:] @ rows[0]))
+    assert [int(each.sample_id) - 8 for each in nearest] == order.tolist()
+
+
+def test_a_run_without_a_bank_has_its_embedding_snapshot_and_else_an_error(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    with pytest.raises(ConfigError, match="neither a snapshot of a bank nor one of embeddings") as caught:
+        saved_explorer(str(folder), embeddings=None, data=None)
+    assert "\n" not in str(caught.value)
+    write_snapshots(folder)
+    stats = saved_explorer(str(folder), embeddings=None, data=None).bank.stats()
+    assert (stats.kind, stats.filled, stats.newest_step) == ("embeddings", 60, 200)
+
+
+def test_a_taken_port_and_a_missing_run_are_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = run_raycl(monkeypatch, capsys, "explore", str(tmp_path / "none"))
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    write_snapshots(write_run(tmp_path / "run"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        status, out, err = run_raycl(monkeypatch, capsys, "explore", str(tmp_path / "run"), "--port", port)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "give another --port" in err
+
+
 # ---- the page and the command
 
 
@@ -514,6 +653,8 @@ def test_the_openapi_schema_lists_every_call_and_its_token(opened: Open) -> None
     calls = {(path, verb) for path, verbs in found["paths"].items() for verb in verbs}
     assert calls == {
         ("/api/stats", "get"),
+        ("/api/run", "get"),
+        ("/api/random", "get"),
         ("/api/nearest", "get"),
         ("/api/nearest", "post"),
         ("/api/rows/{id}", "get"),

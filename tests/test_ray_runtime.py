@@ -17,6 +17,7 @@ from ray.train.v2._internal.constants import ENABLE_PREEMPTION_WATCHER_ENV_VAR
 
 from raycl import ray_runtime
 from raycl.errors import ConfigError, RunError
+from raycl.negatives import bank
 from raycl.ray_runtime import _START_TIMEOUT, connect, init_ray, prestart_ray, require_single
 
 JOINED = SimpleNamespace(dashboard_url="")
@@ -54,6 +55,38 @@ def test_a_single_ray_cluster_is_joined_and_zero_or_several_are_refused(
     assert require_single({"10.0.0.1:6379"}) == "10.0.0.1:6379"
     with pytest.raises(ConfigError, match=says):
         require_single(addresses)
+
+
+def test_a_bank_is_found_among_several_ray_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    banks = {"10.0.0.1:1": ["moco", "both"], "10.0.0.1:2": ["other", "both"], "10.0.0.1:3": None}
+    joined, left = list[str](), list[str]()
+
+    def list_banks(address: str) -> list[str]:
+        joined.append(address)
+        if (names := banks[address]) is None:
+            raise RunError("cannot join a Ray cluster")
+        return names
+
+    spec = SimpleNamespace(output="runs/x")
+    monkeypatch.setattr(ray_runtime, "_running_here", lambda: frozenset(banks))
+    monkeypatch.setattr(bank, "list_banks", list_banks)
+    monkeypatch.setattr(bank, "connect_bank", lambda name: SimpleNamespace(spec=spec))
+    monkeypatch.setattr(ray_runtime.ray, "shutdown", lambda: left.append(joined[-1]))
+    assert bank.ray_of_bank("moco") == "10.0.0.1:1"
+    assert bank.ray_of_bank("other") == "10.0.0.1:2"
+    assert joined == left == [*banks, *banks]
+    with pytest.raises(
+        ConfigError, match=r"2 Rays .*'both': 10.0.0.1:1 \(runs/x\), 10.0.0.1:2 .*--address HOST:PORT"
+    ):
+        bank.ray_of_bank("both")
+    with pytest.raises(ConfigError, match="none of the 3 Rays .*1: moco, both; .*3: no answer .cannot join"):
+        bank.ray_of_bank("none")
+    assert bank.ray_of_bank("moco", "10.0.0.1:9") == "10.0.0.1:9"
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:8")
+    assert bank.ray_of_bank("moco") is None
+    monkeypatch.delenv("RAY_ADDRESS")
+    del banks["10.0.0.1:2"], banks["10.0.0.1:3"]
+    assert bank.ray_of_bank("moco") is None  # the only Ray
 
 
 @pytest.mark.parametrize("address", ["nonsense", "ray://127.0.0.1:10001", "127.0.0.1:many"])

@@ -104,7 +104,7 @@ def test_a_finished_run_has_all_drawings_and_its_headings_in_order(finished: Pat
     page = Page(finished.read_text())
     found = drawings(page)
     assert all(found)
-    for drawn in ("kNN top-1 accuracy", "Batch size", "Shares of the training time"):
+    for drawn in ("kNN top-1 accuracy", "Learning rate", "Shares of the training time"):
         assert any(label.startswith(drawn) for label in found), drawn
     assert [sum(label.startswith(kind) for label in found) for kind in ("Map", "Histogram")] == [2, 2]
     assert all(image["alt"] for image in page.named("img"))
@@ -112,6 +112,39 @@ def test_a_finished_run_has_all_drawings_and_its_headings_in_order(finished: Pat
     levels = [int(name[1]) for name in headings(page)]
     assert levels[0] == 1
     assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+
+
+def test_a_page_has_no_title_twice(finished: Path, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "other", settings={"seed": 7})
+    write_comparison([str(finished.parent), str(other)], str(tmp_path / "both.html"))
+    for page in (finished, tmp_path / "both.html"):
+        found = re.findall(r"<(?:h[1-3]|caption)[^>]*>([^<]*)<", page.read_text())
+        assert len(found) == len(set(found)) >= 6, found
+
+
+def test_a_run_in_a_folder_named_run_is_named_with_the_parent_folder(tmp_path: Path) -> None:
+    for folder, name in (("demo/run", "demo/run"), ("demo/first", "first")):
+        assert read_run(str(write_run(tmp_path / folder))).name == name
+
+
+def test_a_batch_size_that_stays_is_a_fact_and_has_no_drawing(finished: Path, tmp_path: Path) -> None:
+    page = Page(finished.read_text())
+    assert re.search(r"Batch size\s+64\s", page.text)
+    assert not any(label.startswith("Batch size") for label in drawings(page))
+    write_run(tmp_path, [line_of(1), line_of(2, stage=1)], settings={"stages.1.batch_size": 256})
+    page = page_of(tmp_path)
+    assert re.search(r"Batch size\s+64, 256\s", page.text)
+    assert any(label.startswith("Batch size") for label in drawings(page))
+
+
+def test_long_paths_break_after_slashes_and_are_escaped(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a<b" / "run")
+    (folder / "data.json").write_text('{"data": "s3://bucket/<i>/train.parquet"}')
+    page_of(folder)
+    text = (folder / "report.html").read_text()
+    assert "<dd>s3://<wbr>bucket/<wbr>&lt;i&gt;/<wbr>train.parquet</dd>" in text
+    assert "/<wbr>a&lt;b/<wbr>run" in text
+    assert "samples/<wbr>" not in text
 
 
 @pytest.mark.parametrize(
@@ -443,6 +476,8 @@ def test_class_names_are_part_of_the_data(tmp_path: Path) -> None:
     page = page_of(tmp_path)
     assert "label a class of a long name, 3" in page.text
     assert re.search(r"a class of a lon(?!g)", page.text)  # truncated on the map
+    (tmp_path / "data.json").write_text(json.dumps(data | {"classes": None, "label_names": names}))
+    assert "label a class of a long name, 3" in page_of(tmp_path).text
 
 
 def test_embeddings_that_are_not_finite_are_skipped_and_counted(tmp_path: Path) -> None:

@@ -117,6 +117,16 @@ def test_the_page_logs_nothing_fits_the_screen_and_is_accessible(
     page.context.close()
 
 
+def test_the_tables_of_a_comparison_fit_a_desktop(browser: Browser, tmp_path: Path) -> None:
+    lines = [line_of(100), evaluation(100, recall_at_10=0.5, recall_at_1=0.2)]
+    runs = [write_run(tmp_path / f"run-of-{seed}", lines, settings={"seed": seed}) for seed in range(6)]
+    write_comparison(list(map(str, runs)), str(tmp_path / "both.html"))
+    page, _, _ = opened(browser, tmp_path / "both.html", 1440, "light")
+    hidden = "[...document.querySelectorAll('.scroll')].map(each => each.scrollWidth - each.clientWidth)"
+    assert page.evaluate(hidden) == [0, 0]
+    page.context.close()
+
+
 def test_drawings_follow_light_and_dark(browser: Browser, pages: dict[str, Path]) -> None:
     inks = []
     for scheme in ("light", "dark"):

@@ -18,13 +18,15 @@ from raycl.data.decode import Decoder
 from raycl.data.fingerprint import fingerprint
 from raycl.data.ids import IdFormat
 from raycl.data.images import ImageFormat
-from raycl.data.sources import Source, find_source
+from raycl.data.patterns import expand, folder_of
+from raycl.data.sources import Source, check_exists, find_source
 from raycl.data.texts import TextFormat, TextsFormat
 from raycl.data.weights import WeightFormat
 from raycl.doctor.data import _describe, _find, sample_rows
 from raycl.errors import DataError
 from raycl.inference.reading import read_pairs
 from raycl.preparation import gather_texts, pack_rows
+from raycl.recipes import recipe
 from raycl.serve.sample_viewer import _one_row
 from raycl.storage import Place
 from raycl.training.transforms import build_formats
@@ -183,6 +185,67 @@ def test_images_and_captions_are_the_same_as_in_parquet(
     assert found.classes == tuple(f"class {number}" for number in range(10))
     assert decoded(found).num_rows == 40 - 2 - (caption is not None)
     assert_same(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("shard-{008..011}.tar", ["shard-008.tar", "shard-009.tar", "shard-010.tar", "shard-011.tar"]),
+        ("{8..11}.tar", ["10.tar", "11.tar", "8.tar", "9.tar"]),
+        ("{b,a}.parquet", ["a.parquet", "b.parquet"]),
+        ("{b,a{0..1},a0}-{x,y}.csv", [f"{one}-{other}.csv" for one in ("a0", "a1", "b") for other in "xy"]),
+        ("{train,test}/x.tar", ["test/x.tar", "train/x.tar"]),
+    ],
+)
+def test_a_pattern_is_the_sorted_list_of_its_files(pattern: str, names: list[str]) -> None:
+    for folder, options in (("/data", ""), ("s3://bucket/a", ""), ("s3://bucket", "?region=x")):
+        assert expand(f"{folder}/{pattern}{options}") == names
+        assert folder_of(f"{folder}/{pattern}{options}") == folder + options
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("shard-{000..127.tar", "has a brace without its counterpart"),
+        ("shard-000..127}.tar", "has a brace without its counterpart"),
+        ("shard-{0}.tar", r"has \{0\}, neither a range nor a list; write \{000..127\} .* or \{a,b\}"),
+        ("shard-{a..c}.tar", "neither a range nor a list"),
+        ("shard-{9..0}.tar", "counts from 9 to 0; count upward"),
+        ("shard-{0..9999}{0..99}.tar", "has more than 100,000 files"),
+        ("{0..1}.csv", "there is nothing at .*1.csv"),
+        ("{0.csv,0.jsonl}", r"several formats \(csv, jsonl\)"),
+        ("{0.csv,folder.csv}", "folder.csv is a folder"),
+    ],
+)
+def test_a_wrong_pattern_is_refused_in_one_line(pattern: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "folder.csv").mkdir()
+    for name in ("0.csv", "0.jsonl"):
+        write_rows(tmp_path / name, [{"text": "a"}])
+    with pytest.raises(DataError, match=message) as caught:
+        find_source(str(tmp_path / pattern), TEXTS)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_files_of_a_pattern_have_the_rows_and_ids_of_a_folder_of_them(
+    tmp_path: Path, s3_server: str
+) -> None:
+    rows, folder = images(), tmp_path / "shards"
+    place = Place(f"s3://{BUCKET}/{tmp_path.name}")
+    for number in range(12):
+        file = write_rows(folder / f"{number:02}.tar", rows[3 * number : 3 * number + 3])
+        (place / file.name).write_bytes(file.read_bytes())
+    write_rows(folder / "other.tar", rows)
+    columns = ColumnNames(caption="caption")
+    found, remote = (find_source(f"{each}/{{00..11}}.tar", columns) for each in (folder, place))
+    (folder / "other.tar").unlink()
+    expected = find_source(str(folder), columns)
+    assert_same(found, expected)
+    assert_same(remote, expected)
+    assert (
+        len({each.name for each in find_source(f"{folder}/{{00,01}}.tar").fragments + found.fragments}) == 14
+    )
+    assert _describe(remote, recipe("clip")) == _describe(found, recipe("clip"))
+    check_exists(remote.uri)
 
 
 @pytest.mark.parametrize("ending", WITH_IMAGES)

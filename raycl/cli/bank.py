@@ -164,7 +164,7 @@ def export(
 
 
 def _connect(name: str, address: str | None, debug: bool) -> "Bank":
-    connect(address, debug)
+    connect(address, debug, bank=name)
     from raycl.negatives.bank import connect_bank
 
     return connect_bank(name)

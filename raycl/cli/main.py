@@ -16,6 +16,7 @@ import raycl
 from raycl.cli.bank import bank
 from raycl.cli.options import OF_RECIPE, Address, BatchSize, Debug, Gpu, Setting, Workers
 from raycl.cli.runs import certify, embed, evaluate, export, mine, replay, report, runs
+from raycl.cli.serve import explore
 from raycl.errors import ConfigError, DataError, RayclError, StoppedError, StorageError
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -190,7 +191,7 @@ def tune(
     print(f"train with them: {shlex.join(['raycl', 'train', result.output, *named])} --output RUN")
 
 
-for command in (evaluate, embed, mine, export, runs, report, replay, certify):
+for command in (evaluate, embed, mine, export, runs, explore, report, replay, certify):
     app.command()(command)
 
 

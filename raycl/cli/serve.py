@@ -1,9 +1,10 @@
-"""``raycl bank serve``: a live explorer over a bank, until Ctrl-C."""
+"""The explorers, until Ctrl-C: ``raycl bank serve`` of a live bank, and ``raycl explore`` of the saved rows of a run."""
 
 import contextlib
 import importlib.util
 import ipaddress
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from typing import Annotated
@@ -17,10 +18,23 @@ _POLL_S, _NUM_MISSED = 2.0, 3
 _NEEDED = ("fastapi", "uvicorn", "starlette", "aiohttp")
 
 
+Host = Annotated[
+    str,
+    typer.Option(
+        help="Address to listen on; addresses other than the loopback are reachable from other machines."
+    ),
+]
+Port = Annotated[int, typer.Option(min=1, max=65_535, help="Port to listen on.")]
+Token = Annotated[
+    str | None,
+    typer.Option(envvar="RAYCL_EXPLORER_TOKEN", help="Password of the page; default: a new random one."),
+]
+
+
 def serve(
     name: Name,
-    host: Annotated[str, typer.Option(help="Address to listen on; addresses other than the loopback are reachable from other machines.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65_535, help="Port to listen on.")] = 8000,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
     data: Annotated[
         str | None, typer.Option(help="Training data of the run, to display samples; local or s3://.")
     ] = None,
@@ -28,28 +42,19 @@ def serve(
         str | None, typer.Option(help="Run whose encoder embeds images and texts; default: the bank's run.")
     ] = None,
     address: Address = None,
-    token: Annotated[
-        str | None,
-        typer.Option(envvar="RAYCL_EXPLORER_TOKEN", help="Password of the page; default: a new random one."),
-    ] = None,
+    token: Token = None,
     debug: Debug = False,
-) -> None:  # fmt: skip
+) -> None:
     """Explore the bank of a live run in a browser: neighbors, ages, norms."""
-    _check_installed()
-    from raycl.serve.auth import checked_token, new_token
-
-    secret = new_token() if token is None else checked_token(token)
-    connect(address, debug)
+    secret = _secret(token)
+    connect(address, debug, bank=name)
     from raycl.serve.deployment import head_address, is_loopback, served
     from raycl.serve.target import find_target
 
     target = find_target(name, run=run, data=data, token=secret)
 
     if not is_loopback(host):
-        print(
-            f"warning: the explorer listens on {host}, without encryption; anyone with the token "
-            f"who can reach port {port} sees the bank and the samples of --data"
-        )
+        _warn_of(host, port)
     with _until_signal(), served(target, host, port) as route:
         head, is_here = head_address()
         print(f"bank {name}: {_url(host, head, port, route)}#token={secret}", flush=True)
@@ -62,11 +67,64 @@ def serve(
         _wait()
 
 
+def explore(
+    run: Annotated[str, typer.Argument(help="Folder of the run; local or s3://.")],
+    embeddings: Annotated[
+        str | None, typer.Option(help="A folder that `raycl embed` wrote, in place of the run's own rows.")
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="Data set of the rows, to display samples; default: the training data of the run."),
+    ] = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    token: Token = None,
+) -> None:
+    """Explore the saved rows of a run in a browser, without Ray: its bank, or embeddings of a data set."""
+    secret = _secret(token)
+    import uvicorn
+
+    from raycl.serve.app import create_app
+    from raycl.serve.target import saved_explorer
+
+    app = create_app(saved_explorer(run, embeddings=embeddings, data=data), secret)
+    try:
+        listening = socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error}; give another --port or --host"
+        ) from error
+    with listening, _until_signal():
+        if host not in ("localhost", "127.0.0.1", "::1"):
+            _warn_of(host, port)
+        print(f"run {run}: {_url(host, socket.gethostname(), port, '/')}#token={secret}", flush=True)
+        print("press Ctrl-C to close", flush=True)
+        # A logged URL may contain the token.
+        uvicorn.Server(uvicorn.Config(app, log_level="error", access_log=False)).run(sockets=[listening])
+
+
+def _secret(token: str | None) -> str:
+    """Return the token of the page; raises ``ConfigError`` if it is weak or a package is missing."""
+    _check_installed()
+    from raycl.serve.auth import checked_token, new_token
+
+    return new_token() if token is None else checked_token(token)
+
+
+def _warn_of(host: str, port: int) -> None:
+    print(
+        f"warning: the explorer listens on {host}, without encryption; anyone with the token "
+        f"who can reach port {port} sees the bank and the samples of --data"
+    )
+
+
 def _check_installed() -> None:
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f'raycl bank serve needs Ray Serve, and {missing[0]} is not installed; pip install "raycl[serve]"'
+            f'the explorer needs Ray Serve, and {missing[0]} is not installed; pip install "raycl[serve]"'
         )
 
 

@@ -1,5 +1,6 @@
 """Labels: integers stay unchanged, class names are numbered in sorted order."""
 
+import json
 from collections.abc import Iterable
 
 import numpy as np
@@ -14,6 +15,15 @@ NO_LABEL = -1
 def are_numbers(kind: pa.DataType) -> bool:
     """Whether a column holds numeric labels, which need no class names."""
     return pa.types.is_integer(kind) or pa.types.is_boolean(kind)
+
+
+def names_of_integers(schema: pa.Schema, column: str) -> tuple[str, ...] | None:
+    """Return the names of a ``ClassLabel`` of Hugging Face's ``datasets``, whose labels are integers; None without names."""
+    try:
+        feature = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][column]
+        return tuple(map(str, feature["names"])) if feature["_type"] == "ClassLabel" else None
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return None
 
 
 def class_names(columns: Iterable[pa.ChunkedArray]) -> tuple[str, ...]:

@@ -17,8 +17,9 @@ from raycl.data.csv_tables import CsvTables
 from raycl.data.ids import content_ids, stable_ids
 from raycl.data.images import EXTENSIONS, is_image_struct, read_image, struct_images
 from raycl.data.json_tables import JsonTables
-from raycl.data.labels import NO_LABEL, are_numbers, class_names, label_numbers
+from raycl.data.labels import NO_LABEL, are_numbers, class_names, label_numbers, names_of_integers
 from raycl.data.parquet_tables import ParquetTables
+from raycl.data.patterns import expand, folder_of, is_pattern
 from raycl.data.tables import TableFile, TableFormat
 from raycl.data.tar_tables import TarTables
 from raycl.data.weights import check_weight_columns
@@ -38,7 +39,7 @@ FORMATS = "parquet, CSV, JSONL, Arrow, tar"
 class Fragment:
     """Rows ``start`` to ``stop`` of the table ``file``, or a list of image files, below ``uri``.
 
-    ``file`` is empty if the address itself is the file.
+    ``file`` is empty if the address itself is the file, and in the folder of the files if the address is a pattern.
     """
 
     uri: str
@@ -57,7 +58,8 @@ class Fragment:
     @property
     def place(self) -> Place:
         """The place of the table file."""
-        return Place(self.uri) / self.file if self.file else Place(self.uri)
+        root = Place(folder_of(self.uri))
+        return root / self.file if self.file else root
 
     @property
     def name(self) -> str:
@@ -114,7 +116,8 @@ class Source:
 
     Ids count the rows in the order of sorted file names, or come from the id column, so they are equal in
     every run over the same files. ``kind`` is "folder" or the name of a table format, and ``types`` are those with which
-    its columns are read, None if the files know them.
+    its columns are read, None if the files know them. ``classes`` are numbered by the labels; ``label_names`` are for
+    display only, of integers.
     """
 
     uri: str
@@ -125,11 +128,17 @@ class Source:
     has_labels: bool
     ignored: tuple[tuple[str, int], ...] = ()
     types: pa.Schema | None = None
+    label_names: tuple[str, ...] | None = None
 
     @property
     def num_rows(self) -> int:
         """The number of all rows, invalid ones included."""
         return sum(fragment.num_rows for fragment in self.fragments)
+
+    def label_name(self, label: int) -> str:
+        """Return the name of a label, or its number if it has none."""
+        names = self.classes or self.label_names or ()
+        return names[label] if 0 <= label < len(names) else str(label)
 
     def with_classes(self, classes: tuple[str, ...]) -> "Source":
         """Return the same rows with labels that number ``classes``, which contain the own names."""
@@ -185,14 +194,16 @@ class Source:
 
 
 def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
-    """Find the source at ``uri``: a file of rows in one of the formats, a folder of them, or a folder of image files.
+    """Find the source at ``uri``: a file of rows in one of the formats, a folder or a pattern of them, or a folder of image files.
 
     Raises ``DataError`` if nothing is there, a column is missing or a file is broken, ``StorageError`` if the storage
     cannot be reached.
     """
     uri = absolute(uri)
-    place = existing(uri)
     columns = columns or ColumnNames()
+    if is_pattern(uri):
+        return _pattern_source(uri, columns)
+    place = existing(uri)
     if not place.is_folder():
         return _table_source(uri, [""], columns, _format_of(place.name) or _PARQUET)
     files = [path for path, _ in place.files()]
@@ -221,6 +232,21 @@ def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
     return replace(found, ignored=_endings(set(files).difference(by_format[name])))
 
 
+def check_exists(uri: str) -> None:
+    """Raise ``DataError`` if a data set or a file of a pattern does not exist."""
+    uri = absolute(uri)
+    if not is_pattern(uri):
+        existing(uri)
+        return
+    root = Place(folder_of(uri))
+    with ThreadPoolExecutor(8) as pool:
+        for place in pool.map(lambda file: existing((root / file).uri), expand(uri)):
+            if place.is_folder():
+                raise DataError(
+                    f"{place} is a folder, but the pattern {uri} must name files; give the folder"
+                )
+
+
 def existing(uri: str) -> Place:
     """Return the place of a dataset; raises ``DataError`` if nothing is there."""
     uri = absolute(uri)
@@ -234,6 +260,16 @@ def existing(uri: str) -> Place:
 
 def _format_of(name: str) -> TableFormat | None:
     return next((each for each in _FORMATS.values() if name.lower().endswith(each.endings)), None)
+
+
+def _pattern_source(uri: str, columns: ColumnNames) -> Source:
+    files = expand(uri)
+    formats = {_format_of(file) or _PARQUET for file in files}
+    if len(formats) > 1:
+        names = ", ".join(sorted(each.name for each in formats))
+        raise DataError(f"{uri} names files of several formats ({names}); give files of one format")
+    check_exists(uri)
+    return _table_source(uri, files, columns, formats.pop())
 
 
 def _folder_source(uri: str, files: list[str]) -> Source:
@@ -282,7 +318,7 @@ def _class_folders(paths: list[str]) -> tuple[str, ...] | None:
 
 
 def _table_source(uri: str, files: list[str], columns: ColumnNames, reader: TableFormat) -> Source:
-    root = Place(uri)
+    root = Place(folder_of(uri))
     places = [root / file if file else root for file in files]
     with ThreadPoolExecutor(8) as pool:
         tables = list(pool.map(lambda place: reader.inspect(place, columns), places))
@@ -310,9 +346,11 @@ def _table_source(uri: str, files: list[str], columns: ColumnNames, reader: Tabl
     if columns.weight is not None:
         parts = ((str(place), reader.column(place, columns.weight, types)) for place in places)
         check_weight_columns(parts, where=uri)
-    classes = None
+    classes = names = None
     if columns.label is not None and not are_numbers((types or schemas[0]).field(columns.label).type):
         classes = class_names([reader.column(place, columns.label, types) for place in places])
+    elif columns.label is not None:
+        names = names_of_integers(found[0][2].schema, columns.label)
     return Source(
         uri=uri,
         kind=reader.name,
@@ -321,6 +359,7 @@ def _table_source(uri: str, files: list[str], columns: ColumnNames, reader: Tabl
         classes=classes,
         has_labels=columns.label is not None,
         types=types,
+        label_names=names,
     )
 
 

@@ -15,6 +15,7 @@ from raycl.data.columns import ColumnNames, check_labels
 from raycl.data.decode import are_flat, row_error
 from raycl.data.images import image_sides
 from raycl.data.labels import NO_LABEL
+from raycl.data.patterns import is_pattern
 from raycl.data.read_stats import NUM_EXAMPLES
 from raycl.data.sources import Fragment, RawRows, Source, find_source
 from raycl.display import format_bytes
@@ -157,12 +158,18 @@ def _describe(source: Source, config: RunConfig) -> str:
 
 def _file_bytes(source: Source) -> int:
     """Return the size of the source's files, with all of their columns."""
+    if is_pattern(source.uri):
+        return sum(_size(place) for place in {fragment.place for fragment in source.fragments})
     place = Place(source.uri)
     if not place.is_folder():
-        with place.open() as file:
-            return file.size()
+        return _size(place)
     used = {path for fragment in source.fragments for path in fragment.paths or (fragment.file,)}
     return sum(num_bytes for path, num_bytes in place.files() if path in used)
+
+
+def _size(place: Place) -> int:
+    with place.open() as file:
+        return file.size()
 
 
 def _read_sample(source: Source, config: RunConfig) -> DataSummary:

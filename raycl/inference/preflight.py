@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable
 from importlib.util import find_spec
 
-from raycl.data.sources import existing
+from raycl.data.sources import check_exists
 from raycl.errors import ConfigError, StorageError
 from raycl.gpus import are_missing, check_gpu
 from raycl.lease import check_absent
@@ -67,6 +67,6 @@ def check_inputs(
             f"found no encoder at {run} (no {SPEC}, no checkpoint); give the --output of a run"
         )
     for uri in filter(None, data):
-        existing(uri)
+        check_exists(uri)
     if output is not None:
         check_absent(output)

@@ -16,7 +16,7 @@ from raycl.errors import RayclError, RunError
 from raycl.negatives import snapshot
 from raycl.negatives.memory_bank import MemoryBank
 from raycl.negatives.queue import KeyQueue
-from raycl.negatives.search import Neighbors, nearest, newest_step, written
+from raycl.negatives.search import Neighbors, draw, nearest, newest_step, written
 from raycl.negatives.spec import BankSpec
 from raycl.negatives.stats import RateMeter, RowStats, ShardInfo, row_stats
 from raycl.negatives.store import Negatives, State
@@ -132,6 +132,11 @@ class BankActor(ABC, Generic[Store]):
         """Return the rows of these samples that are here, in the order of slots, and the newest step of all rows."""
         rows = self.store.negatives()
         return rows[np.flatnonzero(np.isin(rows.sample_id, sample_id))], newest_step(rows)
+
+    @_remote
+    def draw(self, num: int) -> np.ndarray:
+        """Return the sample ids of ``num`` random written rows, or of all if there are fewer."""
+        return draw(self.store.negatives(), num)
 
     @_remote
     def nearest(

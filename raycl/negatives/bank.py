@@ -20,7 +20,7 @@ from raycl.negatives.placement import (
 )
 from raycl.negatives.queue import KeyQueue
 from raycl.negatives.rpc import ShardConnection, actor_facts, ask_all
-from raycl.negatives.search import Neighbors, SampleRows, checked_query, merge
+from raycl.negatives.search import Neighbors, SampleRows, checked_query, merge, newest_of
 from raycl.negatives.snapshot import (
     ROWS_PER_GROUP,
     Current,
@@ -32,7 +32,7 @@ from raycl.negatives.snapshot import (
 from raycl.negatives.spec import BankSpec
 from raycl.negatives.stats import BankStats, ShardStats, sum_up
 from raycl.negatives.store import Negatives, checked_ids, concatenate, named
-from raycl.ray_runtime import connect
+from raycl.ray_runtime import ambiguous_rays, connect
 from raycl.storage import absolute
 
 NAMESPACE = "raycl"
@@ -178,6 +178,11 @@ class Bank:
             found = found[np.searchsorted(found.sample_id, ids)]
         return SampleRows(**vars(found), newest_step=max(newest))
 
+    def draw(self, num: int) -> np.ndarray:
+        """Return the sample ids of ``num`` random written rows, or of all if there are fewer; a queue may repeat one."""
+        found = np.concatenate(ask_all(self.connections(), BankActor.draw, num))
+        return np.random.default_rng().permutation(found)[:num]
+
     def nearest(self, query: np.ndarray, k: int = 10) -> list[Neighbors]:
         """Return for each query, [dim] or [n, dim], the k written rows of the highest cosine: exact.
 
@@ -191,13 +196,8 @@ class Bank:
 
         Raises ``ConfigError`` if the sample is not in the bank, or was never written.
         """
-        own = self.get(np.array([sample_id]))
-        if len(own) == 0 or own.step.max() < 0:
-            raise ConfigError(
-                f"the bank {self.spec.name!r} holds no row of sample {sample_id} now; ask for another sample, "
-                "or ask with an embedding"
-            )
-        return self._nearest(own.rows[own.step.argmax()], k, without=sample_id)[0]
+        row = newest_of(self.get(np.array([sample_id])), sample_id, self.spec.name)
+        return self._nearest(row, k, without=sample_id)[0]
 
     def stats(self) -> BankStats:
         """Count and measure all rows, and the throughput of the workers."""
@@ -260,13 +260,13 @@ def connect_bank(name: str, address: str | None = None) -> Bank:
     """Return the bank of this name, to ask it during training.
 
     Joins the Ray at ``address`` (HOST:PORT), or in RAY_ADDRESS, or else the one on this machine,
-    unless this process has joined one already; never starts one.
+    unless this process has joined one already; never starts one. Of several on this machine, it joins the one with the bank.
 
     Raises:
-        ConfigError: There is no such bank (the message lists the others), or no Ray to join, or several.
+        ConfigError: There is no such bank (the message lists the others), or no Ray to join, or several have the bank.
         RunError: The Ray or the bank does not answer.
     """
-    names = list_banks(address)
+    names = list_banks(ray_of_bank(name, address))
     if name not in names:
         those = f"the banks here are {', '.join(map(repr, names))}" if names else "no bank is here"
         raise ConfigError(f"there is no bank {name!r}: {those}; check the name and the cluster's address")
@@ -281,6 +281,38 @@ def connect_bank(name: str, address: str | None = None) -> Bank:
             f"the bank {name!r} does not answer: {first_line(error)}; try again when it has started"
         ) from error
     return Bank(spec, actors)
+
+
+def ray_of_bank(name: str, address: str | None = None) -> str | None:
+    """Return the address of the only Ray on this machine with this bank, or ``address`` if that or another setting chooses.
+
+    Joins and leaves one after the other. Raises ``ConfigError`` if none or several of them have the bank.
+    """
+    rays = ambiguous_rays(address)
+    if not rays:
+        return address
+    runs: dict[str, str] = {}  # with the bank, by address
+    others: dict[str, list[str]] = {}
+    for each in rays:
+        try:
+            others[each] = list_banks(each)
+            if name in others[each]:
+                runs[each] = connect_bank(name).spec.output
+        except RunError as error:  # a Ray of another user, or one that ends
+            others.setdefault(each, []).append(f"no answer ({first_line(error)})")
+        finally:
+            ray.shutdown()
+    if len(runs) > 1:
+        those = ", ".join(f"{each} ({run})" for each, run in runs.items())
+        raise ConfigError(
+            f"{len(runs)} Rays on this machine have a bank {name!r}: {those}; say which by --address HOST:PORT"
+        )
+    if not runs:
+        those = "; ".join(f"{each}: {', '.join(banks) or 'none'}" for each, banks in others.items())
+        raise ConfigError(
+            f"none of the {len(rays)} Rays on this machine has a bank {name!r} that answers: {those}; check the name"
+        )
+    return next(iter(runs))
 
 
 def list_banks(address: str | None = None) -> list[str]:

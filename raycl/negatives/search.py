@@ -70,6 +70,23 @@ def written(rows: Negatives) -> Negatives:
     return rows if is_written.all() else rows[is_written]
 
 
+def newest_of(found: SampleRows, sample_id: int, bank: str) -> np.ndarray:
+    """Return the newest row of a sample, [dim], of its rows; raises ``ConfigError`` if there is none."""
+    if len(found) == 0 or found.step.max() < 0:
+        raise ConfigError(
+            f"the bank {bank!r} holds no row of sample {sample_id} now; ask for another sample, "
+            "or ask with an embedding"
+        )
+    return found.rows[found.step.argmax()]
+
+
+def draw(rows: Negatives, num: int) -> np.ndarray:
+    """Return the sample ids of ``num`` random written rows, or of all if there are fewer."""
+    is_written = np.flatnonzero(rows.step >= 0)
+    chosen = np.random.default_rng().choice(is_written, min(num, len(is_written)), replace=False)
+    return rows.sample_id[chosen]
+
+
 def checked_query(query: np.ndarray, k: int, *, dim: int) -> np.ndarray:
     """Return unit queries, float32 [n, dim], of one [dim] or several [n, dim].
 

@@ -257,6 +257,25 @@ def read_queue(spec: BankSpec, step: int) -> State:
     return {**vars(rows), "sequence": sequence, "capacity": spec.capacity}
 
 
+def saved_spec(output: str) -> BankSpec | None:
+    """Return the specification of the bank in an output's current snapshot, None if there is none.
+
+    Raises ``StorageError``, and ``ConfigError`` for a snapshot of raycl 0.1.0.
+    """
+    named = BankSpec(name=Place(output).name, kind="queue", dim=1, capacity=1, output=output)
+    step = read_current(named).step
+    num_shards = _num_shards_in(snapshot_folder(named, step))
+    if not num_shards:
+        return None
+    file = f"shard-0-of-{num_shards}.parquet"
+    with _open(snapshot_folder(named, step) / file) as opened:
+        found = {key.decode(): value.decode() for key, value in (opened.schema_arrow.metadata or {}).items()}
+    sizes = {name: int(found[name]) for name in ("dim", "capacity", "num_shards", "seed")}
+    return replace(
+        named, kind=found["kind"], dtype=found["dtype"], **sizes, momentum=float(found["momentum"])
+    )
+
+
 def write_samples(spec: BankSpec, sample_id: np.ndarray) -> None:
     """Write the sorted ids of a memory bank's samples, a file for each shard; raises ``StorageError``."""
     for shard in range(spec.num_shards):

@@ -1,10 +1,11 @@
 """Render the templates of pages."""
 
+import re
 from importlib import resources
 from typing import Any
 
 import jinja2
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 
 def render_template(name: str, **values: Any) -> str:
@@ -17,8 +18,14 @@ def render_template(name: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["breakable"] = _breakable
     style = Markup(_template("style.css"))
     return environment.get_template(name).render(style=style, **values)
+
+
+def _breakable(text: object) -> Markup:
+    """Let a long path break after its slashes instead of in the middle of a word; samples/s stays whole."""
+    return Markup(re.sub(r"/(?=[^/]{2})", "/<wbr>", escape(str(text))))
 
 
 def _template(name: str) -> str:

@@ -10,7 +10,7 @@ from raycl.config.overrides import config_from_yaml
 from raycl.embedding_snapshot import FIRST, LATEST, EmbeddingSnapshot, ProbeSet, read_probe_set, read_snapshot
 from raycl.errors import DataError
 from raycl.provenance import read_commands
-from raycl.records import METRICS, RESULT, with_new_names
+from raycl.records import METRICS, RESULT, run_name, with_new_names
 from raycl.report.history import History, read_history
 from raycl.storage import Place
 
@@ -44,7 +44,7 @@ class Run:
 
     def class_name(self, label: int) -> str:
         """Return the name of a label in the data, a folder or a text, or else its number."""
-        classes = self.data.get("classes") or []
+        classes = self.data.get("classes") or self.data.get("label_names") or []
         return str(classes[label]) if label < len(classes) else str(label)
 
     def snapshots(self) -> list[tuple[str, EmbeddingSnapshot]]:
@@ -76,7 +76,7 @@ def read_run(uri: str, *, with_snapshots: bool = True) -> Run:
             for each in (read_snapshot(output, FIRST), read_snapshot(output, LATEST))
         ]
     return Run(
-        name=output.name,
+        name=run_name(output),
         address=uri,
         config=config_from_yaml(text, name=(output / CONFIG).uri),
         config_text=text,

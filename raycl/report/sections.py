@@ -101,15 +101,16 @@ def batch_sizes(run: Run) -> Series:
 
 
 def learning_panels(run: Run) -> list[Panel]:
-    """Return loss, evaluation, learning rate and batch size."""
+    """Return loss, evaluation, learning rate, and the batch size if it changes."""
     timeline, history = timeline_of(run), run.history
     panels = _plot_logged(history, timeline, ["loss"])
     evaluated = [name for name in EVALUATION_METRICS if history.has(name)]
     if evaluated:
         panels.append(_evaluation_panel(run, evaluated, timeline))
     panels += _plot_logged(history, timeline, ["learning_rate", "grad_norm", "guide_masked_fraction"])
-    if history.has("stage"):
-        panels.append(_panel(PLOTS["batch_size"], [Curve(series=batch_sizes(run))], timeline))
+    sizes = batch_sizes(run)
+    if len(np.unique(sizes.value)) > 1:
+        panels.append(_panel(PLOTS["batch_size"], [Curve(series=sizes)], timeline))
     return panels
 
 

@@ -25,8 +25,8 @@ def run_facts(run: Run) -> list[tuple[str, str]]:
     elif config.negatives.store != "none" and not all(has_neighbors):
         negatives.append(config.negatives.store.replace("_", " "))
     facts = {
-        "Recipe": config.recipe,
         "Data": str(run.data.get("data") or "a Ray Dataset"),
+        "Recipe": config.recipe,
         "Rows": _count(run.data.get("num_rows")),
         "Encoder": config.encoder.name,
         "Loss": ", ".join(dict.fromkeys(stage.loss for stage in config.stages)),
@@ -39,7 +39,7 @@ def run_facts(run: Run) -> list[tuple[str, str]]:
         "Training time": duration(result.get("seconds", history["seconds"].last)),
         "Samples": _count(history["samples"].last),
         "Flat images": _count(result.get("flat_images") or None),
-        "Last line": _time(history["time"].last),
+        "Last logged step": _time(history["time"].last),
     }
     return [(name, value) for name, value in facts.items() if value != NONE]
 

@@ -74,6 +74,8 @@ def _router(api: Explorer, token: str) -> APIRouter:
     }
     router = APIRouter(prefix="/api", dependencies=[Depends(require_token(token))], responses=errors)
     router.add_api_route("/stats", api.stats, summary="Statistics of the bank")
+    router.add_api_route("/run", api.progress, summary="Loss and evaluation of the run")
+    router.add_api_route("/random", api.random, summary="Random samples of the bank")
     router.add_api_route("/nearest", api.nearest, summary="Neighbors of a sample")
     router.add_api_route(
         "/nearest",

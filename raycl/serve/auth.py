@@ -14,7 +14,7 @@ from raycl.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]{16,512}=*")  # allowed in an Authorization header
-_BEARER = HTTPBearer(auto_error=False, description="The token that `raycl bank serve` prints with the URL.")
+_BEARER = HTTPBearer(auto_error=False, description="The token that the command prints with the URL.")
 
 # No content from other sites, no inline scripts, no frames around the page, no referrer.
 HEADERS = {
@@ -53,7 +53,7 @@ def require_token(token: str) -> Callable[..., Awaitable[None]]:
             got = "got none" if given is None else "got another one"
             raise HTTPException(
                 401,
-                f"the explorer requires its token and {got}; open the URL that `raycl bank serve` printed",
+                f"the explorer requires its token and {got}; open the URL that the command printed",
                 headers={"WWW-Authenticate": "Bearer"},
             )
 

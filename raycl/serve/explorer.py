@@ -1,10 +1,11 @@
 """The explorer's answers to the calls of its API."""
 
+import io
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, TypeVar, final
+from typing import Annotated, Any, Generic, TypeVar, final
 
 import numpy as np
 from fastapi import Path, Query, Request
@@ -12,15 +13,22 @@ from starlette.concurrency import run_in_threadpool
 
 from raycl.errors import ConfigError, DataError, RayclError, RunError
 from raycl.negatives.bank import Bank
+from raycl.negatives.saved_bank import SavedBank
 from raycl.negatives.search import Neighbors
 from raycl.negatives.stats import BankStats
+from raycl.records import METRICS
+from raycl.report.history import Series, read_history
 from raycl.serve import schemas
 from raycl.serve.requests import read_query
 from raycl.serve.sample_viewer import SampleViewer, UnknownSampleError
+from raycl.storage import Place, absolute
 
+AnyBank = Bank | SavedBank
 Answer = TypeVar("Answer")
 _BOUND = 2**63
 _PAUSE_FACTOR, _MAX_PAUSE_S = 20.0, 60.0
+_CURVES, _MAX_POINTS = ("loss", "knn_top1", "recall_at_10", "recall_at_1"), 240
+_DRAWS_PER_SAMPLE = 4
 
 SampleId = Annotated[int, Path(alias="id", ge=-_BOUND, le=_BOUND - 1, description="Id of a sample.")]
 QueryId = Annotated[int, Query(alias="id", ge=-_BOUND, le=_BOUND - 1, description="Id of a sample.")]
@@ -28,22 +36,51 @@ NumNeighbors = Annotated[int, Query(ge=1, le=100, description="Number of neighbo
 
 
 @final
+class Paced(Generic[Answer]):
+    """Compute an answer at most once per ``keep_s`` seconds, and less often if that is slow.
+
+    After a slow computation the next one waits 20 times its duration, a minute at most. An error is kept as well.
+    """
+
+    def __init__(self, compute: Callable[[], Answer], *, keep_s: float) -> None:
+        self._compute, self._keep_s = compute, keep_s
+        self._lock = threading.Lock()
+        self._at, self._took_s = -np.inf, 0.0
+        self._last: Answer | RayclError = RunError("nothing was computed yet; try again")
+
+    def get(self) -> Answer:
+        """Return the last answer, or compute it; raises what the computation raises."""
+        with self._lock:
+            start = time.monotonic()
+            pause = max(self._keep_s, min(_PAUSE_FACTOR * self._took_s, _MAX_PAUSE_S))
+            if start - self._at > pause:
+                try:
+                    self._last = self._compute()
+                    self._took_s = time.monotonic() - start
+                except RayclError as error:
+                    # Threads that wait for the lock get this error instead of waiting again.
+                    self._last, self._took_s = error, 0.0
+                self._at = time.monotonic()
+            if isinstance(self._last, RayclError):
+                raise type(self._last)(str(self._last))
+            return self._last
+
+
+@final
 class ReconnectingBank:
     """Query a bank from any thread, and reconnect after it was lost.
 
-    All viewers share one statistics call per ``keep_s`` seconds; after a slow call the next one waits 20
-    times its duration, a minute at most. Every method raises ``RunError`` while the bank is unreachable.
+    All viewers share the statistics, which are :class:`Paced`. Every method raises ``RunError`` while the bank is unreachable.
     """
 
-    def __init__(self, connect: Callable[[], Bank], *, keep_s: float = 1.0) -> None:
+    def __init__(self, connect: Callable[[], AnyBank], *, keep_s: float = 1.0) -> None:
         """``connect`` is called by the first query, and after each loss."""
-        self._connect, self._keep_s = connect, keep_s
-        self._bank: Bank | None = None
-        self._connecting, self._measuring = threading.Lock(), threading.Lock()
-        self._measured_at, self._took_s = -np.inf, 0.0
-        self._last: BankStats | RunError = RunError("the bank was not queried yet; try again")
+        self._connect = connect
+        self._bank: AnyBank | None = None
+        self._connecting = threading.Lock()
+        self._stats = Paced(lambda: self.ask(lambda bank: bank.stats()), keep_s=keep_s)
 
-    def ask(self, question: Callable[[Bank], Answer]) -> Answer:
+    def ask(self, question: Callable[[AnyBank], Answer]) -> Answer:
         """Return the answer of the bank; raises ``ConfigError`` for a wrong question."""
         with self._connecting:
             if self._bank is None:
@@ -62,20 +99,38 @@ class ReconnectingBank:
 
     def stats(self) -> BankStats:
         """Return statistics of the bank, cached for a while."""
-        with self._measuring:
-            start = time.monotonic()
-            pause = max(self._keep_s, min(_PAUSE_FACTOR * self._took_s, _MAX_PAUSE_S))
-            if start - self._measured_at > pause:
-                try:
-                    self._last = self.ask(Bank.stats)
-                    self._took_s = time.monotonic() - start
-                except RunError as error:
-                    # Threads that wait for the lock get this error instead of waiting again.
-                    self._last, self._took_s = error, 0.0
-                self._measured_at = time.monotonic()
-            if isinstance(self._last, RunError):
-                raise RunError(str(self._last))
-            return self._last
+        return self._stats.get()
+
+
+@final
+class RunProgress:
+    """Read loss and evaluation from the log of a run.
+
+    All viewers share one reading per 10 s; after a slow one the next waits 20 times its duration, a minute at most.
+    """
+
+    def __init__(self, run: str) -> None:
+        """Store the address of the run."""
+        self._log = Place(absolute(run)) / METRICS
+        self._curves = Paced(self._read, keep_s=10.0)
+
+    def curves(self) -> list[schemas.Curve]:
+        """Return the curves that were logged; raises ``StorageError`` if the log cannot be read."""
+        return self._curves.get()
+
+    def _read(self) -> list[schemas.Curve]:
+        if not self._log.exists():
+            return []
+        history = read_history(io.StringIO(self._log.read_text()))
+        return [_curve(name, history[name].kept()) for name in _CURVES if len(history[name].finite)]
+
+
+def _curve(name: str, series: Series) -> schemas.Curve:
+    good = np.flatnonzero(~np.isnan(series.value))
+    good = good[np.unique(np.linspace(0, len(good) - 1, min(len(good), _MAX_POINTS)).astype(np.int64))]
+    return schemas.Curve(
+        name=name, steps=series.step[good].astype(np.int64).tolist(), values=series.value[good].tolist()
+    )
 
 
 @final
@@ -95,7 +150,6 @@ class QueryEncoder:
         """
         # Importing torch costs seconds and memory, which queries by id need not pay.
         from raycl.inference.checkpoint_encoder import last_checkpoint, load_checkpoint_encoder
-        from raycl.storage import Place, absolute
 
         with self._lock:
             encoder = self._encoder
@@ -116,6 +170,7 @@ class Explorer:
 
     bank: ReconnectingBank
     encoder: QueryEncoder | None = None
+    run: RunProgress | None = None
     samples: SampleViewer | None = None
     queries: tuple[schemas.QueryKind, ...] = ()
     num_answered: int = 0
@@ -131,6 +186,15 @@ class Explorer:
             queries=["id", *self.queries],
             shows_samples=self.samples is not None,
         )
+
+    def progress(self) -> schemas.Progress:
+        """Return loss and evaluation of the run, read at most once in 10 s for all viewers."""
+        return schemas.Progress(curves=[] if self.run is None else self.run.curves())
+
+    def random(self, k: NumNeighbors = 12) -> schemas.SampleIds:
+        """Draw samples of the bank at random; a queue may hold a sample several times."""
+        found = self.bank.ask(lambda bank: bank.draw(_DRAWS_PER_SAMPLE * k))
+        return schemas.SampleIds(sample_ids=list(dict.fromkeys(map(str, found.tolist())))[:k])
 
     def nearest(self, sample_id: QueryId, k: NumNeighbors = 10) -> schemas.Neighbors:
         """Find the rows nearest to the newest row of a sample, without its own rows."""
@@ -192,7 +256,7 @@ class Explorer:
             newest_step=_or_none(found.newest_step), neighbors=neighbors, checkpoint=checkpoint
         )
 
-    def _ask_of_sample(self, question: Callable[[Bank], Answer]) -> Answer:
+    def _ask_of_sample(self, question: Callable[[AnyBank], Answer]) -> Answer:
         """Ask a question in which only the sample's id can be wrong."""
         try:
             return self.bank.ask(question)

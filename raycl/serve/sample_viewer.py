@@ -59,8 +59,8 @@ class SampleViewer:
             ) from None
         roles = [role for role in _TEXT_COLUMNS if role in values]
         texts = [Text(role=role, text=text) for role in roles for text in _texts_of(values[role])]
-        label, classes = int(rows.label[0]), self._source.classes
-        name = None if label == NO_LABEL else classes[label] if classes else str(label)
+        label = int(rows.label[0])
+        name = None if label == NO_LABEL else self._source.label_name(label)
         return Sample(sample_id=str(sample_id), image=image, texts=texts, label=name)
 
     def _row_of(self, sample_id: int) -> int:

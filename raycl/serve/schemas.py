@@ -68,6 +68,26 @@ class Neighbors(BaseModel):
     checkpoint: str | None = None
 
 
+class SampleIds(BaseModel):
+    """The ids of random samples of the bank, each once."""
+
+    sample_ids: list[SampleId]
+
+
+class Curve(BaseModel):
+    """A metric of the run: the steps at which it was logged, thinned out if there are many, and its values."""
+
+    name: str
+    steps: list[int]
+    values: list[float]
+
+
+class Progress(BaseModel):
+    """The loss of the run, and its kNN accuracy or recall, where logged."""
+
+    curves: list[Curve]
+
+
 class Row(BaseModel):
     """A row of a sample; step and age are null for a slot that no step has written yet."""
 

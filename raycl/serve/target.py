@@ -1,5 +1,7 @@
 """The bank, run and data set that an explorer serves."""
 
+import contextlib
+import json
 import os
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +13,9 @@ from raycl.data.columns import ColumnNames
 from raycl.data.sources import find_source
 from raycl.errors import RayclError
 from raycl.negatives.bank import Bank, connect_bank
-from raycl.serve.explorer import Explorer, QueryEncoder, ReconnectingBank
+from raycl.negatives.saved_bank import read_embedded, read_saved_bank
+from raycl.records import CONFIG, DATA
+from raycl.serve.explorer import Explorer, QueryEncoder, ReconnectingBank, RunProgress
 from raycl.serve.sample_viewer import SampleViewer
 from raycl.serve.schemas import QueryKind
 from raycl.storage import Place, absolute
@@ -50,7 +54,13 @@ class ServeTarget:
         """Create the explorer, in any process of the cluster."""
         samples = SampleViewer(self.data, self.columns, max_pixels=self.max_pixels) if self.data else None
         bank = ReconnectingBank(partial(_connect_impatiently, self.bank))
-        return Explorer(bank=bank, encoder=QueryEncoder(self.run), samples=samples, queries=self.queries)
+        return Explorer(
+            bank=bank,
+            encoder=QueryEncoder(self.run),
+            run=RunProgress(self.run),
+            samples=samples,
+            queries=self.queries,
+        )
 
 
 def find_target(bank: str, *, run: str | None, data: str | None, token: str) -> ServeTarget:
@@ -78,6 +88,32 @@ def find_target(bank: str, *, run: str | None, data: str | None, token: str) -> 
         max_pixels=max_pixels,
         token=token,
         trusted=os.environ.get("RAYCL_TRUSTED", ""),
+    )
+
+
+def saved_explorer(run: str, *, embeddings: str | None, data: str | None) -> Explorer:
+    """Return an explorer of the saved rows of a run, or of ``embeddings`` made with its encoder.
+
+    Without both, ``data`` are the training data of the run, if they can be read. Raises ``RayclError`` if something is invalid.
+    """
+    place = Place(absolute(run))
+    config = config_from_yaml((place / CONFIG).read_text(), name=(place / CONFIG).uri)
+    columns, max_pixels = columns_of(config), config.data.max_pixels
+    bank = read_saved_bank(run) if embeddings is None else read_embedded(run, embeddings)
+    samples = None
+    if data is not None:
+        samples = SampleViewer(data, columns, max_pixels=max_pixels)
+    elif embeddings is None:
+        with contextlib.suppress(RayclError, ValueError, KeyError):  # the data may have moved
+            trained_on = json.loads((place / DATA).read_text())["data"]
+            if isinstance(trained_on, str):  # neither several data sets nor a Ray Dataset
+                samples = SampleViewer(trained_on, columns, max_pixels=max_pixels)
+    return Explorer(
+        bank=ReconnectingBank(lambda: bank),
+        encoder=QueryEncoder(place.uri),
+        run=RunProgress(place.uri),
+        samples=samples,
+        queries=() if bank.stats().kind == "embeddings" else _SHOWN[config.data.kind][1],
     )
 
 

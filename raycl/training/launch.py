@@ -153,11 +153,13 @@ def train_validated(
     ):
         data = DataModule(config, coordinator, run.sources or datasets)
         _report_skipped(data, run, report)
+        names = {source.label_names for source in run.sources}
         described = describe_data(
             [source.uri for source in run.sources],
             [each.num_rows for each in data.data_sets],
             data.classes,
             streamed=data.streamed,
+            label_names=names.pop() if len(names) == 1 else None,
         )
         _check_data(run, data, described)
         check_cluster(config, streamed=data.streamed, report=report)

@@ -342,11 +342,17 @@ def check_same_data(output: Place, now: dict[str, Any]) -> None:
 
 
 def describe_data(
-    data: Sequence[str], rows: Sequence[int], classes: Any, *, streamed: bool
+    data: Sequence[str],
+    rows: Sequence[int],
+    classes: Any,
+    *,
+    streamed: bool,
+    label_names: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Return the content of ``data.json``, which a resumed run is compared with.
 
-    ``rows`` are the numbers of rows of each data set, and ``data`` their addresses, if they have any.
+    ``rows`` are the numbers of rows of each data set, and ``data`` their addresses, if they have any. ``label_names``
+    are those of integers, for display.
     """
     return {
         "data": None if not data else data[0] if len(data) == 1 else list(data),
@@ -354,6 +360,7 @@ def describe_data(
         **({"rows_per_data_set": list(rows)} if len(rows) > 1 else {}),
         "streamed": streamed,
         "classes": classes,
+        **({"label_names": list(label_names)} if label_names else {}),
     }
 
 

@@ -368,7 +368,7 @@ def test_the_page_is_accessible_and_fits_the_screen(
 
 def test_the_api_has_a_documentation_page(digits: Explored, look: Look) -> None:
     page = look(f"{digits.url}docs")
-    expect(page.locator(".call")).to_have_count(6)
+    expect(page.locator(".call")).to_have_count(8)
     assert_accessible(page)
 
 

@@ -68,5 +68,5 @@ const { schemas } = api.components;
 const calls = Object.entries(api.paths).flatMap(([path, verbs]) => Object.entries(verbs).map(([verb, operation]) => describe(path, verb, operation, schemas)));
 const parts = make("section", "card call");
 parts.append(make("h2", "", "Parts of answers"));
-for (const name of ["Neighbor", "Row", "Text", "Shard", "AgeBin"]) parts.append(table(name, ["Field", "Type", "What"], fieldsOf(schemas[name])));
+for (const name of ["Neighbor", "Curve", "Row", "Text", "Shard", "AgeBin"]) parts.append(table(name, ["Field", "Type", "What"], fieldsOf(schemas[name])));
 document.getElementById("calls").append(...calls, parts);

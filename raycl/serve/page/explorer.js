@@ -2,6 +2,12 @@
 
 const POLL_MS = 2000;
 const NUM_KEPT = 180; // points of a line: six minutes
+const POLLS_PER_RUN = 5; // polls between two readings of the run's curves
+const NUM_RANDOM = 12;
+const KINDS = { queue: "Queue", memory_bank: "Memory bank", partition: "Partition functions", embeddings: "Embeddings" };
+const ONLY_LIVE = ["Written per second", "Read per second", "Queries answered", "Shards"];
+const ONLY_STEPS = ["Mean age", "Oldest age", "Mean norm", "Smallest norm", "Largest norm"];
+const SCORES = { knn_top1: "kNN top-1 accuracy", recall_at_10: "Recall@10", recall_at_1: "Recall@1" };
 const TOKEN = "raycl-token";
 const MOST = 100;
 const REPEATS = 8; // a queue may hold a sample several times; request more rows to fill the list
@@ -21,8 +27,9 @@ function takeToken() {
 }
 
 let token = takeToken();
-let shown = { samples: false, queries: "", repeats: 1 };
+let shown = { samples: false, queries: "", repeats: 1, live: true, steps: true };
 let asked = 0; // drop answers to earlier queries
+let polled = 0;
 const history_ = [];
 const samples = new Map();
 
@@ -38,7 +45,7 @@ async function call(path, options = {}) {
   try {
     answer = await fetch(`api/${path}`, { ...options, headers: { ...options.headers, Authorization: `Bearer ${token}` } });
   } catch {
-    throw new Refused(0, "The explorer does not answer; check that `raycl bank serve` still runs.");
+    throw new Refused(0, "The explorer does not answer; check that its command still runs.");
   }
   if (answer.ok) return answer.json();
   const body = await answer.json().catch(() => ({}));
@@ -75,14 +82,18 @@ function askForToken(notice) {
 function tellStats(stats) {
   document.title = `${stats.name} · raycl explorer`;
   find("bank-name").textContent = stats.name;
-  const kind = stats.kind === "queue" ? "Queue" : "Memory bank";
+  shown.live = stats.shards.length > 0; // else it was saved
+  shown.steps = stats.kind !== "embeddings"; // which are all of one step, and of unit length
+  for (const part of document.querySelectorAll("[data-only]")) part.hidden = !shown[part.dataset.only];
+  find("live-title").textContent = shown.live ? "Live" : "Saved";
+  const kind = KINDS[stats.kind] ?? stats.kind;
   find("bank-facts").textContent = `${kind} of ${count.format(stats.rows)} rows of ${stats.dim}, ${stats.dtype} · ${stats.run.split("/").slice(-2).join("/")}`;
   find("bank-facts").title = stats.run;
   find("filled").max = stats.rows;
   find("filled").value = stats.filled;
   find("filled-text").textContent = `${count.format(stats.filled)} of ${count.format(stats.rows)}`;
   const norm = (value) => (value === null ? "none yet" : value.toFixed(3));
-  tellFacts([
+  const facts = [
     ["Newest step", short(stats.newest_step)],
     ["Mean age", short(stats.age_mean)],
     ["Oldest age", short(stats.age_max)],
@@ -93,7 +104,9 @@ function tellStats(stats) {
     ["Mean norm", norm(stats.norm_mean)],
     ["Smallest norm", norm(stats.norm_min)],
     ["Largest norm", norm(stats.norm_max)],
-  ]);
+  ];
+  const left = [...(shown.live ? [] : ONLY_LIVE), ...(shown.steps ? [] : ONLY_STEPS)];
+  tellFacts(facts.filter(([name]) => !left.includes(name)));
   history_.push({ filled: stats.filled, age: stats.age_mean ?? 0 });
   if (history_.length > NUM_KEPT) history_.shift();
   drawLine("filled-line", "filled-trend", "Rows filled", history_.map((point) => point.filled));
@@ -117,7 +130,20 @@ function tellFacts(facts) {
   facts.forEach(([, value], index) => { list.children[index].lastChild.textContent = value; });
 }
 
-function drawLine(id, trend, name, values) {
+// The curves of the run itself, if it has logged any.
+async function tellRun() {
+  const { curves } = await call("run").catch(() => ({ curves: [] }));
+  const loss = curves.find((curve) => curve.name === "loss");
+  const score = curves.find((curve) => curve.name in SCORES);
+  find("loss").hidden = !loss;
+  find("score").hidden = !score;
+  if (loss) drawLine("loss-line", "loss-trend", "Loss", loss.values, (value) => short(value, 3));
+  if (!score) return;
+  find("score-name").textContent = SCORES[score.name];
+  drawLine("score-line", "score-trend", SCORES[score.name], score.values, (value) => `${(100 * value).toFixed(1)}%`);
+}
+
+function drawLine(id, trend, name, values, form = short) {
   const low = Math.min(...values);
   const span = Math.max(...values) - low;
   const points = values.map((value, index) => {
@@ -127,7 +153,7 @@ function drawLine(id, trend, name, values) {
   if (points.length === 1) points.push(`240,${points[0].split(",")[1]}`);
   const line = find(id).firstElementChild ?? find(id).appendChild(document.createElementNS("http://www.w3.org/2000/svg", "polyline"));
   line.setAttribute("points", points.join(" "));
-  const [first, last] = [short(values[0]), short(values.at(-1))];
+  const [first, last] = [form(values[0]), form(values.at(-1))];
   find(trend).textContent = first === last ? last : `${first} to ${last}`;
   find(id).setAttribute("aria-label", `${name} over time: from ${first} to ${last}`);
 }
@@ -174,7 +200,9 @@ async function poll() {
       find("token-form").hidden = true;
       find("main").hidden = false;
       tellStats(stats);
-      setState("live", "Live");
+      setState("live", shown.live ? "Live" : "Saved");
+      if (!shown.live || polled++ % POLLS_PER_RUN === 0) tellRun();
+      if (!asked && stats.filled) showRandom();
     } catch (error) {
       if (error.status === 401) {
         token = null;
@@ -187,7 +215,7 @@ async function poll() {
       }
     }
   }
-  setTimeout(poll, POLL_MS);
+  setTimeout(poll, shown.live ? POLL_MS : POLLS_PER_RUN * POLL_MS);
 }
 
 // ---- queries
@@ -232,9 +260,12 @@ async function ask() {
     if (mine !== asked) return;
     tellQuery(what, answer);
     const found = bySample(answer.neighbors).slice(0, what.wanted);
-    tellNeighbors(found);
+    const marks = tellNeighbors(found, what.id);
     const newest = answer.newest_step === null ? "" : `; newest step ${count.format(answer.newest_step)}`;
-    find("results-state").textContent = `${found.length} nearest to ${what.title.slice(0, 80)}${newest}`;
+    const state = `${found.length} nearest to ${what.title.slice(0, 80)}${newest}`;
+    find("results-state").textContent = state;
+    const same = (await marks).filter((each) => each !== null);
+    if (mine === asked && same.length) find("results-state").textContent = `${state}; ${same.filter(Boolean).length} of ${same.length} have its label (✓)`;
   } catch (error) {
     if (mine !== asked) return;
     find("neighbors").replaceChildren();
@@ -272,7 +303,7 @@ async function tellRows(id, box) {
   try {
     const { rows } = await call(`rows/${id}`);
     const age = rows[0].age === null ? "never written" : `age ${steps(rows[0].age)}`;
-    line.textContent = `${rows.length > 1 ? `${rows.length} rows, the newest: ` : ""}${age}, norm ${rows[0].norm.toFixed(3)}`;
+    if (shown.steps) line.textContent = `${rows.length > 1 ? `${rows.length} rows, the newest: ` : ""}${age}, norm ${rows[0].norm.toFixed(3)}`;
   } catch (error) {
     line.textContent = error.message;
   }
@@ -297,23 +328,46 @@ function fact(name, value) {
   return line;
 }
 
-function tellNeighbors(neighbors) {
+// Samples to begin with; a reader who knows no id chooses one of them.
+async function showRandom() {
+  const mine = ++asked;
+  find("find").disabled = false; // the answer to a query under way will be dropped
+  try {
+    const { sample_ids: ids } = await call(`random?${new URLSearchParams({ k: NUM_RANDOM })}`);
+    if (mine !== asked) return;
+    find("query").hidden = true;
+    find("id").placeholder = ids[0] ?? "";
+    tellNeighbors(ids.map((id) => ({ sample_id: id })));
+    find("results-title").textContent = "Random samples";
+    find("results-state").textContent = ids.length ? "Choose one to see its neighbors." : "The bank has no rows yet.";
+  } catch (error) {
+    if (mine === asked) find("results-state").textContent = error.message;
+  }
+}
+
+// Draw a card for each neighbor, or for each sample without a query. Return whether each has the query's label; null if unknown.
+function tellNeighbors(neighbors, queryId) {
+  const marks = [];
+  find("results-title").textContent = "Neighbors";
   find("neighbors").classList.remove("wide");
   find("neighbors").replaceChildren(...neighbors.map((neighbor) => {
     const card = make("li", "neighbor");
-    const place = make("div");
+    const place = make("div", "open");
+    place.addEventListener("click", () => askFor(neighbor.sample_id)); // the button below is for the keyboard
     if (shown.samples) {
       card.append(place);
-      showSample(neighbor.sample_id, place, false);
+      marks.push(showSample(neighbor.sample_id, place, false).then(() => markLabel(card, neighbor.sample_id, queryId)));
     }
     const facts = make("div", "facts-of");
     const again = make("button", "again", `id ${neighbor.sample_id}`);
     again.type = "button";
     again.setAttribute("aria-label", `Find neighbors of sample ${neighbor.sample_id}`);
     again.addEventListener("click", () => askFor(neighbor.sample_id));
-    facts.append(
+    if (neighbor.similarity !== undefined) facts.append(
       fact("cosine", neighbor.similarity.toFixed(4)),
       bar(neighbor.similarity),
+    );
+    if (neighbor.similarity !== undefined && shown.steps) facts.append(
       fact("step", count.format(neighbor.step)),
       fact("age", steps(neighbor.age)),
       fact("norm", neighbor.norm === null ? "replaced" : neighbor.norm.toFixed(3)),
@@ -323,6 +377,16 @@ function tellNeighbors(neighbors) {
     card.append(facts);
     return card;
   }));
+  return Promise.all(marks);
+}
+
+async function markLabel(card, id, queryId) {
+  const [own, query] = await Promise.all([samples.get(id), samples.get(queryId)]).catch(() => []);
+  if (!query || own.label === null || query.label === null) return null;
+  const same = own.label === query.label;
+  card.classList.add(same ? "same" : "other");
+  if (same) card.querySelector(".label").lastChild.append(" ✓");
+  return same;
 }
 
 function askFor(id) {
@@ -369,6 +433,7 @@ function drawSample(sample, place, isQuery) {
   if (sample.texts.length) place.append(words);
   if (sample.label !== null) {
     const line = fact("label", sample.label);
+    line.classList.add("label");
     if (isQuery) place.append(line);
     else place.parentElement?.querySelector(".facts-of").prepend(line);
   }
@@ -386,6 +451,7 @@ find("ask-form").addEventListener("submit", (event) => {
   ask();
 });
 for (const choice of document.querySelectorAll('input[name="kind"]')) choice.addEventListener("change", showKind);
+find("random").addEventListener("click", showRandom);
 find("token-form").addEventListener("submit", (event) => {
   event.preventDefault();
   token = find("token").value.trim();

@@ -1,0 +1,104 @@
+"""The rows that a run has saved, in this process, to be asked as a bank is."""
+
+from dataclasses import replace
+from typing import final
+
+import numpy as np
+
+from raycl.data.embeddings import read_embeddings
+from raycl.embedding_snapshot import LATEST, read_probe_set, read_snapshot
+from raycl.errors import ConfigError, DataError
+from raycl.negatives.actor import MemoryBankActor, QueueActor
+from raycl.negatives.search import (
+    Neighbors,
+    SampleRows,
+    checked_query,
+    draw,
+    merge,
+    nearest,
+    newest_of,
+    newest_step,
+)
+from raycl.negatives.snapshot import ROWS_PER_GROUP, saved_spec
+from raycl.negatives.spec import BankSpec
+from raycl.negatives.stats import BankStats, row_stats, sum_up
+from raycl.negatives.store import Negatives, concatenate
+from raycl.records import run_name
+from raycl.storage import Place, absolute
+
+
+@final
+class SavedBank:
+    """Rows that answer the questions of a ``Bank``, of the kind of bank ``kind`` or ``embeddings``."""
+
+    def __init__(self, spec: BankSpec, rows: Negatives, kind: str) -> None:
+        self._spec, self._rows, self._kind = spec, rows, kind
+
+    def get(self, sample_id: np.ndarray) -> SampleRows:
+        """Return the rows of these samples, int64 [n]."""
+        found = self._rows[np.flatnonzero(np.isin(self._rows.sample_id, sample_id))]
+        return SampleRows(**vars(found), newest_step=newest_step(self._rows))
+
+    def draw(self, num: int) -> np.ndarray:
+        """Return the sample ids of ``num`` random rows, or of all if there are fewer."""
+        return draw(self._rows, num)
+
+    def nearest(self, query: np.ndarray, k: int = 10) -> list[Neighbors]:
+        """Return the k rows of the highest cosine for each query, as :meth:`Bank.nearest` does."""
+        return self._nearest(query, k, without=None)
+
+    def nearest_of(self, sample_id: int, k: int = 10) -> Neighbors:
+        """Return the rows nearest to the newest row of a sample, as :meth:`Bank.nearest_of` does."""
+        row = newest_of(self.get(np.array([sample_id])), sample_id, self._spec.name)
+        return self._nearest(row, k, without=sample_id)[0]
+
+    def stats(self) -> BankStats:
+        """Count and measure all rows; there are no shards."""
+        stats = sum_up(self._spec, [], [row_stats(self._rows)], [])
+        num_bytes = sum(each.nbytes for each in self._rows.arrays())
+        return replace(stats, name=run_name(Place(stats.output)), kind=self._kind, num_bytes=num_bytes)
+
+    def _nearest(self, query: np.ndarray, k: int, *, without: int | None) -> list[Neighbors]:
+        queries = checked_query(query, k, dim=self._spec.dim)
+        starts = range(0, max(len(self._rows), 1), ROWS_PER_GROUP)
+        parts = [
+            nearest(self._rows[start : start + ROWS_PER_GROUP], queries, k, without=without)
+            for start in starts
+        ]
+        return [merge(of_one, k) for of_one in zip(*parts, strict=True)]
+
+
+def read_saved_bank(run: str) -> SavedBank:
+    """Read the last snapshot of a run's bank, or else its embedding snapshot of a few samples.
+
+    Raises ``StorageError``, and ``ConfigError`` if the run has neither.
+    """
+    place = Place(absolute(run))
+    spec = saved_spec(place.uri)
+    if spec is not None and spec.kind != "partition":
+        kind = QueueActor if spec.kind == "queue" else MemoryBankActor
+        shards = [kind(spec, shard).store.negatives() for shard in range(spec.num_shards)]
+        return SavedBank(spec, concatenate(shards), spec.kind)
+    probes, snapshot = read_probe_set(place), read_snapshot(place, LATEST)
+    if probes is None or snapshot is None or len(probes.sample_id) != len(snapshot.embedding):
+        raise ConfigError(
+            f"{run} has neither a snapshot of a bank nor one of embeddings; embed a data set by `raycl embed --run "
+            f"{run}`, and give it by --embeddings"
+        )
+    return _embedded(place, probes.sample_id, snapshot.embedding, snapshot.step)
+
+
+def read_embedded(run: str, uri: str) -> SavedBank:
+    """Read embeddings that ``raycl embed`` wrote; raises ``DataError`` and ``StorageError``."""
+    parts = list(read_embeddings(uri, "sample_id"))
+    if not parts:
+        raise DataError(f"{uri} has no rows; embed a data set by `raycl embed`")
+    ids, rows = (np.concatenate(each) for each in zip(*parts, strict=True))
+    return _embedded(Place(absolute(run)), ids, rows, 0)
+
+
+def _embedded(run: Place, sample_id: np.ndarray, rows: np.ndarray, step: int) -> SavedBank:
+    capacity, dim = rows.shape
+    spec = BankSpec(name=run.name, kind="memory_bank", dim=dim, capacity=capacity, output=run.uri)
+    spec = replace(spec, dtype="float16" if rows.dtype == np.float16 else "float32")
+    return SavedBank(spec, Negatives(rows, sample_id, np.full(capacity, step)), "embeddings")
