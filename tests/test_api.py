@@ -35,7 +35,7 @@ def digits(tmp_path: Path) -> Path:
 
 def test_recipes_files_and_configurations_accept_the_same_flags(digits: Path, tmp_path: Path) -> None:
     flags = run_flags(workers="1:2", gpu=False, steps=3, batch_size=32, seed=5)
-    config = recipe("simclr", image_size=16)
+    config = recipe("simclr", image_size=16, gray=True)
     (tmp_path / "mine.yaml").write_text(raycl.config_to_yaml(config))
     for settings in ({"precision": "bfloat16"}, ["precision=bfloat16"]):
         named, read, stated = (

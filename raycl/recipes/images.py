@@ -28,14 +28,18 @@ _LINEAR = HeadConfig(num_layers=1)
 def for_cpu(config: RunConfig) -> RunConfig:
     """Return a recipe with the encoder and the crops that train small images best in minutes on two cores.
 
-    A ResNet-10 of half width whose stem halves the image takes a twentieth of the time of the papers' ResNet-18.
+    A ResNet-10 of half width whose stem halves the image takes a twentieth of the time of the papers' ResNet-18. It
+    has SimCLR's learning rate doubled and a temperature of 0.1, which are better in short runs.
     Other encoders, and images that are large or below 24 pixels, stay unchanged.
     """
     if config.encoder.name != "resnet18" or not 24 <= config.data.image_size <= SMALL:
         return config
     encoder = config.encoder.model_copy(update={"name": "resnet10", "stem": "half", "width": 0.5})
     augment = config.augment.model_copy(update={"crop_scale": (0.2, 1.0)})
-    return config.model_copy(update={"encoder": encoder, "augment": augment})
+    (stage,) = config.stages
+    if config.recipe == "simclr":
+        stage = stage.model_copy(update={"learning_rate": 0.24, "temperature": 0.1})
+    return config.model_copy(update={"encoder": encoder, "augment": augment, "stages": (stage,)})
 
 
 def for_gray(config: RunConfig) -> RunConfig:
