@@ -70,8 +70,6 @@ def train(
     config, sources, notes = plan_run(
         _named(recipe), data=uris or datasets, flags=flags, settings=settings, own_encoder=encoder is not None
     )
-    for note in () if quiet else notes:
-        print(note, file=sys.stderr)
     from raycl.training.launch import train as launch
 
     return launch(
@@ -80,6 +78,7 @@ def train(
         data=uris,
         sources=sources,
         datasets=datasets,
+        notes=notes,
         encoder=encoder,
         resume=resume,
         address=address,

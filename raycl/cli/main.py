@@ -115,8 +115,6 @@ def train(
         workers=workers, gpu=gpu or None, epochs=epochs, steps=steps, batch_size=batch_size, seed=seed
     )
     config, sources, notes = plan_run(recipe, data=data, flags=flags, settings=settings or [])
-    for note in notes:
-        print(note, file=sys.stderr)
     from raycl.provenance import typed
     from raycl.report.writer import reported
     from raycl.training.preflight import validate_run
@@ -131,7 +129,7 @@ def train(
         from raycl.training.launch import train_validated
 
         with typed(sys.argv), reported(output):
-            result = train_validated(run, address=address, debug=debug)
+            result = train_validated(run, notes=notes, address=address, debug=debug)
     judged = "".join(f", {name} {value:.4f}" for name, value in result.final.items())
     rate = f"{result.samples_per_second:,.0f} samples/s"
     if config.num_views > 2:

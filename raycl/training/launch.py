@@ -95,6 +95,7 @@ def train(
     data: Sequence[str] = (),
     sources: Sequence[Source] = (),
     datasets: Sequence[ray.data.Dataset] = (),
+    notes: Sequence[str] = (),
     encoder: nn.Module | None = None,
     resume: bool = False,
     address: str | None = None,
@@ -103,7 +104,7 @@ def train(
 ) -> RunResult:
     """Pretrain an encoder as ``raycl.train`` does, on the addresses ``data`` or on ``datasets``.
 
-    ``sources`` are the data sets at these addresses, if they were found already.
+    ``sources`` are the data sets at these addresses, if they were found already. ``notes`` are printed first.
     """
     if datasets:
         check_data_sets(config, len(datasets))
@@ -117,7 +118,7 @@ def train(
         address=address,
     ) as run:
         return train_validated(
-            run, datasets=datasets, encoder=encoder, address=address, quiet=quiet, debug=debug
+            run, datasets=datasets, notes=notes, encoder=encoder, address=address, quiet=quiet, debug=debug
         )
 
 
@@ -125,6 +126,7 @@ def train_validated(
     run: ValidatedRun,
     *,
     datasets: Sequence[ray.data.Dataset] = (),
+    notes: Sequence[str] = (),
     encoder: nn.Module | None = None,
     address: str | None = None,
     quiet: bool = False,
@@ -132,7 +134,7 @@ def train_validated(
 ) -> RunResult:
     """Pretrain an encoder as ``raycl.train`` does, after the checks of ``validate_run``.
 
-    ``datasets`` are required if the run has no address of data. Raises as ``raycl.train`` does.
+    ``datasets`` are required if the run has no address of data. ``notes`` are printed if the encoder can be built. Raises as ``raycl.train`` does.
     """
 
     def report(line: str) -> None:
@@ -142,6 +144,8 @@ def train_validated(
     config, output = run.config, run.output
     tokenizer = known_tokenizer(config, output, resumed=run.resumed) if config.has_texts else None
     _check_towers(config, encoder, Vocabulary(tokenizer) if tokenizer else Vocabulary.stand_in())
+    for note in notes:
+        report(note)
     if dashboard := connect_cluster(address, debug=debug):
         report(f"dashboard: http://{dashboard}")
     if config.gpu:
