@@ -280,6 +280,7 @@ def test_small_images_get_a_small_encoder_without_a_gpu(name: str, monkeypatch: 
     assert planned() == on_cpu.model_copy(update={"precision": "bfloat16"})
     assert "resnet10 in bfloat16;" in notes[-1]
     assert planned("precision=float32").precision == "float32"
+    assert "resnet10 in float32;" in notes[-1]
     for size in (16, 65):
         assert planned(size=size) == recipe(name, image_size=size)
     assert (
@@ -318,7 +319,8 @@ def test_small_gray_images_get_views_without_flips(name: str, tmp_path: Path) ->
         "the paper's are --set augment.rotation=0.0 --set augment.flip=0.5",
     )
     assert planned("gray", "data.image_size=28").config == expected
-    assert planned("gray", "augment.flip=0.5").config.augment.flip == 0.5
+    flipped = planned("gray", "augment.flip=0.5")
+    assert (flipped.config.augment.flip, flipped.notes) == (0.5, ())
     one_channel = planned("colored", "data.channels=1").config.augment
     assert {each: getattr(one_channel, each) for each in views} == views
     for folder in ("colored", "mixed"):

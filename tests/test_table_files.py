@@ -203,12 +203,24 @@ def test_a_pattern_is_the_sorted_list_of_its_files(pattern: str, names: list[str
         assert folder_of(f"{folder}/{pattern}{options}") == folder + options
 
 
+def test_other_braces_belong_to_a_name(tmp_path: Path) -> None:
+    folder = tmp_path / "{v1}"
+    folder.mkdir()
+    write_rows(folder / "0.csv", [{"text": "a"}])
+    assert find_source(str(folder), TEXTS).num_rows == 1
+
+
+def test_a_pattern_of_buckets_is_refused() -> None:
+    with pytest.raises(DataError, match="braces in the name of its bucket"):
+        folder_of("s3://bucket-{1..2}/x.parquet")
+
+
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("shard-{000..127.tar", "has a brace without its counterpart"),
-        ("shard-000..127}.tar", "has a brace without its counterpart"),
-        ("shard-{0}.tar", r"has \{0\}, neither a range nor a list; write \{000..127\} .* or \{a,b\}"),
+        ("shard-{000..127-{a,b}.tar", "has a brace without its counterpart"),
+        ("shard-000..127}-{a,b}.tar", "has a brace without its counterpart"),
+        ("shard-{0}-{a,b}.tar", r"has \{0\}, neither a range nor a list; write \{000..127\} .* or \{a,b\}"),
         ("shard-{a..c}.tar", "neither a range nor a list"),
         ("shard-{9..0}.tar", "counts from 9 to 0; count upward"),
         ("shard-{0..9999}{0..99}.tar", "has more than 100,000 files"),

@@ -1,5 +1,6 @@
 """The search of `raycl tune`, with objectives in place of runs: what is searched, how long, and which trial wins."""
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -273,6 +274,19 @@ def test_several_stages_are_refused() -> None:
     stages = SIMCLR.model_copy(update={"stages": (Stage(epochs=1), Stage(epochs=1))})
     with pytest.raises(ConfigError, match="one stage, and the configuration has 2"):
         check_search(stages, (), 10)
+
+
+def test_a_failed_trial_never_wins() -> None:
+    recipe_failed = [
+        Trial(number=0, settings={}, scores=(0.7, 0.0), error="the loss is NaN"),
+        Trial(number=1, settings={"stages.0.temperature": 0.1}, scores=(0.6, 0.5)),
+    ]
+    assert best_trial(recipe_failed, 2).number == 0
+    trial_failed = [
+        Trial(number=0, settings={}, scores=(0.0,)),
+        replace(recipe_failed[0], number=1, scores=(0.0,)),
+    ]
+    assert best_trial(trial_failed, 1).number == 0
 
 
 def test_pairs_need_no_labels() -> None:

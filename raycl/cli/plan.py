@@ -9,6 +9,7 @@ from raycl.config.overrides import config_from_yaml, override, parse_setting, un
 from raycl.errors import ConfigError
 from raycl.gpus import cpu_has_bfloat16
 from raycl.recipes import recipe
+from raycl.recipes.images import SMALL
 
 if TYPE_CHECKING:
     import ray
@@ -62,38 +63,38 @@ def plan_run(
     if requested.data.kind not in ("image", "image_text"):
         return RunPlan(requested)
     size, gray, sources = pairs.get("data.image_size"), requested.data.channels == 1, ()
-    if size is None or not gray:
+    if size is None or (not gray and requested.data.kind == "image" and size <= SMALL):
         # Here, since these modules take a second to import, and wrong settings are refused before.
         from raycl.data.sources import find_source
         from raycl.training.preflight import column_names
 
         columns = column_names(requested)
         sources = tuple(find_source(each, columns) for each in data if isinstance(each, str))
-        found_size, found_gray = _peek(sources or data, columns)  # pyright: ignore[reportArgumentType]
-        size, gray = size or found_size, gray or found_gray
+        found, are_gray = _peek(sources or data, columns)  # pyright: ignore[reportArgumentType]
+        size, gray = size or found, gray or are_gray
     is_set = own_encoder or any(key.split(".")[0] == "encoder" for key in pairs)
-    config, notes = _adapted(run, size, gray=gray, on_cpu=not requested.gpu and not is_set)
-    return RunPlan(override(config, overrides), sources, notes)
+    papers = recipe(run, image_size=size)
+    config = recipe(run, image_size=size, gray=gray, on_cpu=not requested.gpu and not is_set)
+    if config.encoder != papers.encoder and cpu_has_bfloat16():
+        config = config.model_copy(update={"precision": "bfloat16"})
+    config = override(config, overrides)
+    return RunPlan(config, sources, _departures(config, papers, gray=gray, is_set=is_set))
 
 
-def _adapted(name: str, image_size: int, *, gray: bool, on_cpu: bool) -> tuple[RunConfig, tuple[str, ...]]:
-    """Return a recipe for the images and the processor, and a line for each departure from the paper."""
-    papers = recipe(name, image_size=image_size)
-    config = recipe(name, image_size=image_size, gray=gray, on_cpu=on_cpu)
-    notes: list[str] = []
-    if config.encoder != papers.encoder:
-        precision = "bfloat16" if cpu_has_bfloat16() else "auto"
-        config = config.model_copy(update={"precision": precision})
+def _departures(config: RunConfig, papers: RunConfig, *, gray: bool, is_set: bool) -> tuple[str, ...]:
+    """Return a line for each departure of a recipe from the paper that the user has not set."""
+    size, notes = config.data.image_size, []
+    if config.encoder != papers.encoder and not is_set:
         notes.append(
-            f"without a GPU, images of {image_size} pixels train a small {config.encoder.name} in "
+            f"without a GPU, images of {size} pixels train a small {config.encoder.name} in "
             f"{config.tower_precision}; the paper's encoder is --set encoder.name={papers.encoder.name}"
         )
-    if config.augment.flip != papers.augment.flip:
+    if gray and config.augment.rotation > papers.augment.rotation and not config.augment.flip:
         notes.append(
-            f"gray images of {image_size} pixels train on views that are rotated and not flipped; "
+            f"gray images of {size} pixels train on views that are rotated and not flipped; "
             f"the paper's are --set augment.rotation=0.0 --set augment.flip={papers.augment.flip}"
         )
-    return config, tuple(notes)
+    return tuple(notes)
 
 
 def run_flags(
@@ -148,11 +149,11 @@ def _peek(data: "Sequence[Source | ray.data.Dataset]", columns: "ColumnNames") -
     """Return the median shorter side of the first valid images of all data, 8 to 224 pixels, and if all are gray."""
     from raycl.data.images import InvalidImageError, image_sides, is_gray
 
-    sides, grays = [], []
+    sides, grays = [], list[bool]()
     for content in (image for each in data for image in _first_images(each, columns)):
         try:
             sides.append(min(image_sides(content)))
-            grays.append(is_gray(content))
+            grays.append(sides[-1] <= SMALL and is_gray(content))
         except InvalidImageError:
             continue
     size = max(8, min(LARGEST, int(statistics.median(sides)))) if sides else LARGEST

@@ -6,13 +6,13 @@ from raycl.errors import DataError
 
 MAX_FILES = 100_000
 _GROUP = re.compile(r"\{([^{}]*)\}")
-_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_RANGE = re.compile(r"(\d{1,18})\.\.(\d{1,18})")
 _FORMS = "{000..127} for a range of numbers or {a,b} for a list"
 
 
 def is_pattern(uri: str) -> bool:
-    """Whether an address has braces."""
-    return "{" in uri or "}" in uri
+    """Whether an address has a range or a list in braces; other braces belong to a name."""
+    return any("," in group or ".." in group for group in _GROUP.findall(uri))
 
 
 def folder_of(uri: str) -> str:
@@ -66,4 +66,8 @@ def _split(uri: str) -> tuple[str, str, str]:
     """Return the folder before the first brace, the rest, and the options after a ``?``."""
     address, mark, options = uri.partition("?") if "://" in uri else (uri, "", "")
     folder = address.partition("{")[0].rpartition("/")[0]
+    if "://" in address and folder.count("/") < 2:
+        raise DataError(
+            f"the pattern {uri} has braces in the name of its bucket; give each bucket by its own --data"
+        )
     return folder or "/", address[len(folder) + 1 :], mark + options

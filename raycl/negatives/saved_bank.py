@@ -77,7 +77,13 @@ def read_saved_bank(run: str) -> SavedBank:
     spec = saved_spec(place.uri)
     if spec is not None and spec.kind != "partition":
         kind = QueueActor if spec.kind == "queue" else MemoryBankActor
-        shards = [kind(spec, shard).store.negatives() for shard in range(spec.num_shards)]
+        if spec.kind == "queue":
+            spec = replace(spec, num_shards=1)  # an actor reads the keys of all files
+        shards: list[Negatives] = []
+        for shard in range(spec.num_shards):
+            actor = kind(spec, shard)
+            actor.load_once()  # the constructor suppresses errors
+            shards.append(actor.store.negatives())
         return SavedBank(spec, concatenate(shards), spec.kind)
     probes, snapshot = read_probe_set(place), read_snapshot(place, LATEST)
     if probes is None or snapshot is None or len(probes.sample_id) != len(snapshot.embedding):
@@ -93,6 +99,8 @@ def read_embedded(run: str, uri: str) -> SavedBank:
     parts = list(read_embeddings(uri, "sample_id"))
     if not parts:
         raise DataError(f"{uri} has no rows; embed a data set by `raycl embed`")
+    if len({rows.shape[1] for _, rows in parts}) > 1:
+        raise DataError(f"{uri} has embeddings of several widths; give the output of one `raycl embed`")
     ids, rows = (np.concatenate(each) for each in zip(*parts, strict=True))
     return _embedded(Place(absolute(run)), ids, rows, 0)
 

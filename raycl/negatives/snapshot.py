@@ -270,10 +270,15 @@ def saved_spec(output: str) -> BankSpec | None:
     file = f"shard-0-of-{num_shards}.parquet"
     with _open(snapshot_folder(named, step) / file) as opened:
         found = {key.decode(): value.decode() for key, value in (opened.schema_arrow.metadata or {}).items()}
-    sizes = {name: int(found[name]) for name in ("dim", "capacity", "num_shards", "seed")}
-    return replace(
-        named, kind=found["kind"], dtype=found["dtype"], **sizes, momentum=float(found["momentum"])
-    )
+    try:
+        sizes = {name: int(found[name]) for name in ("dim", "capacity", "num_shards", "seed")}
+        return replace(
+            named, kind=found["kind"], dtype=found["dtype"], **sizes, momentum=float(found["momentum"])
+        )
+    except (KeyError, ValueError) as error:
+        raise StorageError(
+            f"{snapshot_folder(named, step) / file} lacks the metadata of a snapshot"
+        ) from error
 
 
 def write_samples(spec: BankSpec, sample_id: np.ndarray) -> None:

@@ -104,9 +104,10 @@ def saved_explorer(run: str, *, embeddings: str | None, data: str | None) -> Exp
     if data is not None:
         samples = SampleViewer(data, columns, max_pixels=max_pixels)
     elif embeddings is None:
-        with contextlib.suppress(RayclError, ValueError, KeyError):  # the data may have moved
+        with contextlib.suppress(RayclError, ValueError, KeyError, TypeError):  # the data may have moved
             trained_on = json.loads((place / DATA).read_text())["data"]
-            if isinstance(trained_on, str):  # neither several data sets nor a Ray Dataset
+            # Neither several data sets nor a Ray Dataset; a run of others must not choose an endpoint or a key.
+            if isinstance(trained_on, str) and not {"?", "@"} & set(trained_on):
                 samples = SampleViewer(trained_on, columns, max_pixels=max_pixels)
     return Explorer(
         bank=ReconnectingBank(lambda: bank),

@@ -118,7 +118,7 @@ def trial_config(config: RunConfig, settings: Mapping[str, Any], samples: int) -
 def best_trial(trials: Sequence[Trial], num_rungs: int) -> Trial:
     """Return the best trial of the last rung; the recipe if it did not finish, or no other one is better."""
     recipe = next(trial for trial in trials if trial.number == 0)
-    finished = [trial for trial in trials if len(trial.scores) == num_rungs]
+    finished = [trial for trial in trials if len(trial.scores) == num_rungs and not trial.error]
     if recipe not in finished:
         return recipe
     return max(finished, key=lambda trial: (trial.scores[-1], trial.number == 0))

@@ -18,7 +18,7 @@ from raycl.config.conditions import leaves
 from raycl.config.overrides import config_to_yaml, override
 from raycl.data.sources import Source
 from raycl.display import Displayable, Table
-from raycl.errors import ConfigError
+from raycl.errors import ConfigError, RunError
 from raycl.ray_runtime import connect_cluster, unwrap_ray_errors
 from raycl.storage import Place
 from raycl.training.controller import remove_leaked_placement_groups
@@ -176,7 +176,10 @@ def search(
         if left_s() > 0:  # Ray Tune returns before the end after Ctrl-C only
             report(f"interrupted; the best settings so far are in {run.output / TUNED}")
             raise KeyboardInterrupt
-        return recorder.result()
+        result = recorder.result()
+        if error := result.trials[0].error:
+            raise RunError(f"the recipe failed: {error}")
+        return result
 
 
 def tune_trials(

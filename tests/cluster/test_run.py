@@ -56,7 +56,7 @@ TRACKED = {"tracking.tensorboard": True}
 
 def small_run(method: str = "simclr", **settings: Any) -> RunConfig:
     """Two workers, two epochs of nine steps, a checkpoint every five steps, dropout in the encoder."""
-    return override_active(raycl.recipe(method, image_size=16), SMALL, settings)
+    return override_active(raycl.recipe(method, image_size=16, gray=True), SMALL, settings)
 
 
 def weights_of(output: Path) -> dict[str, torch.Tensor]:
