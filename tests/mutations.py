@@ -1256,8 +1256,8 @@ MUTATIONS = [
     Mutation(
         "a good trial of an early rung wins",
         "raycl/tuning/plan.py",
-        "if len(trial.scores) == num_rungs]",
-        "if trial.scores]",
+        "if len(trial.scores) == num_rungs and not trial.error]",
+        "if trial.scores and not trial.error]",
         "tests/test_tune.py",
     ),
     Mutation(

@@ -37,7 +37,7 @@ def expand(uri: str) -> list[str]:
             waiting += [
                 name[: group.start()] + each + name[group.end() :] for each in _choices(group[1], uri)
             ]
-        elif is_pattern(name):
+        elif "{" in name or "}" in name:
             raise DataError(f"the pattern {uri} has a brace without its counterpart; write {_FORMS}")
         else:
             names.add(name)
