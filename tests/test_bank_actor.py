@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from raycl.errors import ConfigError, StorageError
 from raycl.negatives import KeyQueue, MemoryBank, snapshot, stats
 from raycl.negatives.actor import BankActor, MemoryBankActor, QueueActor, Update
+from raycl.negatives.saved_bank import read_saved_bank
 from raycl.negatives.search import checked_query, merge
 from raycl.negatives.snapshot import (
     Current,
@@ -142,6 +143,13 @@ def test_a_queue_is_restored_from_the_shards_of_an_earlier_version(
     actor = QueueActor(spec)
     actor.restore(4, 1)
     assert state_of(actor) == state_of(queue)
+
+
+def test_the_keys_of_an_earlier_version_are_explored_once(tmp_path: Path) -> None:
+    spec = a_spec(output=tmp_path)
+    write_sharded(spec, a_queue(spec, 12), 3)
+    write_current(spec, Current(4, 0))
+    assert read_saved_bank(str(tmp_path)).stats().filled == 12
 
 
 def test_an_incomplete_snapshot_of_an_earlier_version_is_refused(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from raycl.config.conditions import why_inactive
 from raycl.config.overrides import config_from_yaml, config_to_yaml, override
 from raycl.data.columns import ColumnNames
 from raycl.display import EvaluationResult
+from raycl.gpus import cpu_has_bfloat16
 from raycl.recipes import RECIPES, recipe
 from tests.images import encode, photograph, write_digits
 
@@ -288,6 +289,25 @@ def test_small_images_get_a_small_encoder_without_a_gpu(name: str, monkeypatch: 
     )
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("fpu avx512f avx512_bf16 amx_tile", True),
+        ("fpu amx_bf16", True),
+        ("fpu avx512f", False),
+        (None, False),
+    ],
+)
+def test_the_flags_of_the_cpu_say_if_it_has_bfloat16(
+    flags: str | None, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "cpuinfo"
+    if flags is not None:
+        info.write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
+    monkeypatch.setattr("raycl.gpus.Path", lambda _: info)
+    assert cpu_has_bfloat16() == expected
+
+
 @pytest.mark.parametrize("name", ["simclr", "moco_v2", "instance_discrimination", "moco_v3"])
 def test_small_gray_images_get_views_without_flips(name: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
@@ -298,7 +318,7 @@ def test_small_gray_images_get_views_without_flips(name: str, tmp_path: Path) ->
         "gray-as-rgb": [np.stack([gray] * 3, axis=2)] * 2,
         "colored": [colored, colored],
         "mixed": [gray, colored],
-        "large": [np.kron(gray, np.ones((3, 3), np.uint8))] * 2,
+        "large": [np.kron(gray, np.ones((10, 10), np.uint8))] * 2,
     }
     for folder, images in folders.items():
         (tmp_path / folder).mkdir()
@@ -325,8 +345,9 @@ def test_small_gray_images_get_views_without_flips(name: str, tmp_path: Path) ->
     assert {each: getattr(one_channel, each) for each in views} == views
     for folder in ("colored", "mixed"):
         assert (planned(folder).config, planned(folder).notes) == (papers, ())
-    large = recipe(name, image_size=84)
+    large = recipe(name, image_size=224)
     assert planned("large").config.augment == large.augment
+    assert planned("large", "data.image_size=28").config == expected
 
 
 def test_gray_captioned_images_keep_their_views() -> None:

@@ -25,11 +25,11 @@ import raycl
 from raycl.cli import serve
 from raycl.data.columns import ColumnNames
 from raycl.data.sources import Source
-from raycl.errors import ConfigError, RunError
+from raycl.errors import ConfigError, DataError, RunError, StorageError
 from raycl.negatives import bank as bank_module
 from raycl.negatives.actor import MemoryBankActor, QueueActor, Update
 from raycl.negatives.bank import Bank
-from raycl.negatives.saved_bank import read_saved_bank
+from raycl.negatives.saved_bank import read_embedded, read_saved_bank
 from raycl.negatives.snapshot import write_samples
 from raycl.negatives.spec import BankSpec
 from raycl.negatives.store import Negatives
@@ -612,6 +612,39 @@ def test_embeddings_are_explored_by_their_ids(tmp_path: Path) -> None:
     nearest = found.nearest(7, 39).neighbors
     order = np.argsort(-(rows[1:] @ rows[0]))
     assert [int(each.sample_id) - 8 for each in nearest] == order.tolist()
+
+
+def test_embeddings_of_several_widths_are_refused(tmp_path: Path) -> None:
+    for dim in (4, 8):
+        table = pa.table(
+            {"sample_id": np.arange(3) + dim, "representation": list(np.ones((3, dim), np.float32))}
+        )
+        pq.write_table(table, tmp_path / f"{dim}.parquet")
+    with pytest.raises(DataError, match="several widths"):
+        read_embedded(str(tmp_path), str(tmp_path))
+
+
+def test_a_damaged_snapshot_is_an_error_of_storage(called: None, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", method="instance_discrimination")
+    spec = BankSpec(name="test", kind="memory_bank", dim=DIM, capacity=21, num_shards=2, output=str(folder))
+    write_samples(spec, np.arange(21))
+    Bank(spec, [MemoryBankActor(spec, shard) for shard in range(2)]).save(1)
+    assert read_saved_bank(str(folder)).stats().rows == 21
+    (folder / "bank" / "step-00000001" / "shard-1-of-2.parquet").unlink()
+    with pytest.raises(StorageError):
+        read_saved_bank(str(folder))
+
+
+def test_a_run_does_not_choose_the_endpoint_of_its_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, read = write_run(tmp_path / "run"), list[str]()
+    write_snapshots(folder)
+    monkeypatch.setattr("raycl.serve.target.SampleViewer", lambda address, *_, **__: read.append(address))
+    for address in ("s3://bucket/x", "s3://key:word@bucket/x", "s3://bucket/x?endpoint_override=other"):
+        (folder / "data.json").write_text(json.dumps({"data": address}))
+        saved_explorer(str(folder), embeddings=None, data=None)
+    assert read == ["s3://bucket/x"]
 
 
 def test_a_run_without_a_bank_has_its_embedding_snapshot_and_else_an_error(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The search of `raycl tune`, with objectives in place of runs: what is searched, how long, and which trial wins."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,9 +17,10 @@ import raycl
 from raycl.cli.plan import plan_run
 from raycl.config import RunConfig, Stage
 from raycl.config.overrides import config_from_yaml, differences, override
-from raycl.errors import ConfigError, DataError, RayclError
+from raycl.errors import ConfigError, DataError, RayclError, RunError
 from raycl.recipes import RECIPES, recipe
 from raycl.storage import Place
+from raycl.tuning import search
 from raycl.tuning.plan import (
     ETA,
     LEAST_STEPS,
@@ -65,7 +67,7 @@ def test_the_limits_of_the_search_are_valid_in_every_recipe(name: str) -> None:
     config = recipe(name, image_size=32)
     for path, values in search_space(config, NUM_ROWS).items():
         for value in (min(values), max(values)):
-            changed = trial_config(config, {path: value}, 3_000)
+            changed = trial_config(config, {path: value}, 3_000, "trials/0-1")
             assert changed.stages[0].steps == max(1, 3_000 // changed.stages[0].batch_size)
 
 
@@ -77,7 +79,7 @@ def test_batches_leave_two_steps_in_an_epoch_and_fit_the_queue() -> None:
 
 
 def test_the_run_of_the_recipe_differs_in_its_length_and_its_evaluations_only() -> None:
-    assert differences(SIMCLR, trial_config(SIMCLR, {}, 5_120)).keys() == {
+    assert differences(SIMCLR, trial_config(SIMCLR, {}, 5_120, "trials/0-1")).keys() == {
         "stages.0.epochs",
         "stages.0.steps",
         "evaluation.every_epochs",
@@ -88,8 +90,10 @@ def test_the_run_of_the_recipe_differs_in_its_length_and_its_evaluations_only() 
 
 def test_trials_do_not_share_a_bank() -> None:
     named = override(recipe("moco_v2", image_size=32), {"bank.name": "mine", "bank.detached": True})
-    bank = trial_config(named, {}, 5_120).bank
-    assert (bank.name, bank.detached) == (None, False)
+    folders = [f"{search}/trials/{trial}-1" for search in ("one", "other") for trial in (0, 1)]
+    banks = [trial_config(named, {}, 5_120, folder).bank for folder in folders]
+    assert len({bank.name for bank in banks} | {"mine", None}) == 6
+    assert not any(bank.detached for bank in banks)
 
 
 # The time
@@ -287,6 +291,29 @@ def test_a_failed_trial_never_wins() -> None:
         replace(recipe_failed[0], number=1, scores=(0.0,)),
     ]
     assert best_trial(trial_failed, 1).number == 0
+
+
+def test_a_failed_recipe_ends_the_search_with_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(str(tmp_path))
+
+    def fail(_runner: Any, _rungs: Any, _space: Any, recorder: Recorder, **_: Any) -> None:
+        trial = SimpleNamespace(trial_id="x_00000", config={})
+        recorder.on_trial_result(1, [], trial, {"score": 0.0, "error": "the loss is NaN"})
+
+    run = nullcontext(SimpleNamespace(output=place, sources=()))
+    monkeypatch.setattr(search, "validate_run", lambda *_, **__: run)
+    monkeypatch.setattr(search, "connect_cluster", lambda *_, **__: None)
+    monkeypatch.setattr(search.Runner, "run", lambda *_: Measured(0.5, 1.0, 1_000.0))
+    monkeypatch.setattr(search, "tune_trials", fail)
+    source: Any = SimpleNamespace(num_rows=5_000, uri="data")
+    # The fake returns before the deadline: just as much is left that the trials would have had.
+    monkeypatch.setattr(search, "CLOSING_S", 0.0)
+    clock = iter([0.0, 0.0, 601.0])
+    monkeypatch.setattr(search.time, "monotonic", lambda: next(clock))
+    with pytest.raises(RunError, match="the recipe failed: the loss is NaN"):
+        search.search(SIMCLR, output=place.uri, sources=[source], deadline=600.0, quiet=True)
 
 
 def test_pairs_need_no_labels() -> None:

@@ -1,8 +1,9 @@
 """Build a run's configuration from a recipe, flags, settings and the first rows of the data."""
 
+import contextlib
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from raycl.config import Columns, RunConfig
 from raycl.config.overrides import config_from_yaml, override, parse_setting, unknown_setting
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from raycl.data.sources import Source
 
 Settings = Mapping[str, Any] | Sequence[str]  # a mapping by key.path, or strings key.path=value
+Answer = TypeVar("Answer")
 LARGEST = 224
 NUM_PEEKED = 16
 
@@ -62,7 +64,8 @@ def plan_run(
     requested = override(config, overrides)  # report typing errors before reading data
     if requested.data.kind not in ("image", "image_text"):
         return RunPlan(requested)
-    size, gray, sources = pairs.get("data.image_size"), requested.data.channels == 1, ()
+    size = requested.data.image_size if "data.image_size" in pairs else None
+    gray, sources = requested.data.channels == 1, ()
     if size is None or (not gray and requested.data.kind == "image" and size <= SMALL):
         # Here, since these modules take a second to import, and wrong settings are refused before.
         from raycl.data.sources import find_source
@@ -70,8 +73,10 @@ def plan_run(
 
         columns = column_names(requested)
         sources = tuple(find_source(each, columns) for each in data if isinstance(each, str))
-        found, are_gray = _peek(sources or data, columns)  # pyright: ignore[reportArgumentType]
-        size, gray = size or found, gray or are_gray
+        given: Sequence[Any] = sources or data  # addresses are sources now
+        images = [image for each in given for image in _first_images(each, columns)]
+        size = size or _median_side(images)
+        gray = gray or (size <= SMALL and _are_gray(images))
     is_set = own_encoder or any(key.split(".")[0] == "encoder" for key in pairs)
     papers = recipe(run, image_size=size)
     config = recipe(run, image_size=size, gray=gray, on_cpu=not requested.gpu and not is_set)
@@ -145,19 +150,30 @@ def _check_flags(flags: Mapping[str, Any], config: RunConfig, name: str) -> None
         )
 
 
-def _peek(data: "Sequence[Source | ray.data.Dataset]", columns: "ColumnNames") -> tuple[int, bool]:
-    """Return the median shorter side of the first valid images of all data, 8 to 224 pixels, and if all are gray."""
-    from raycl.data.images import InvalidImageError, image_sides, is_gray
+def _median_side(images: Sequence[Any]) -> int:
+    """Return the median shorter side of the valid images, between 8 and 224 pixels."""
+    from raycl.data.images import image_sides
 
-    sides, grays = [], list[bool]()
-    for content in (image for each in data for image in _first_images(each, columns)):
-        try:
-            sides.append(min(image_sides(content)))
-            grays.append(sides[-1] <= SMALL and is_gray(content))
-        except InvalidImageError:
-            continue
-    size = max(8, min(LARGEST, int(statistics.median(sides)))) if sides else LARGEST
-    return size, bool(grays) and all(grays)
+    sides = [min(each) for each in _of_valid(images, image_sides)]
+    return max(8, min(LARGEST, int(statistics.median(sides)))) if sides else LARGEST
+
+
+def _are_gray(images: Sequence[Any]) -> bool:
+    """Whether there are valid images, and all of them are gray."""
+    from raycl.data.images import is_gray
+
+    found = _of_valid(images, is_gray)
+    return bool(found) and all(found)
+
+
+def _of_valid(images: Sequence[Any], function: Callable[[Any], Answer]) -> list[Answer]:
+    from raycl.data.images import InvalidImageError
+
+    answers: list[Answer] = []
+    for image in images:
+        with contextlib.suppress(InvalidImageError):
+            answers.append(function(image))
+    return answers
 
 
 def _first_images(data: "Source | ray.data.Dataset", columns: "ColumnNames") -> list[Any]:

@@ -116,7 +116,7 @@ def _secret(token: str | None) -> str:
 def _warn_of(host: str, port: int) -> None:
     print(
         f"warning: the explorer listens on {host}, without encryption; anyone with the token "
-        f"who can reach port {port} sees the bank and the samples of --data"
+        f"who can reach port {port} sees the rows and their samples"
     )
 
 

@@ -32,7 +32,10 @@ class SavedBank:
     """Rows that answer the questions of a ``Bank``, of the kind of bank ``kind`` or ``embeddings``."""
 
     def __init__(self, spec: BankSpec, rows: Negatives, kind: str) -> None:
-        self._spec, self._rows, self._kind = spec, rows, kind
+        self._spec, self._rows = spec, rows
+        stats = sum_up(spec, [], [row_stats(rows)], [])  # there are no shards
+        num_bytes = sum(each.nbytes for each in rows.arrays())
+        self._stats = replace(stats, name=run_name(Place(stats.output)), kind=kind, num_bytes=num_bytes)
 
     def get(self, sample_id: np.ndarray) -> SampleRows:
         """Return the rows of these samples, int64 [n]."""
@@ -53,10 +56,8 @@ class SavedBank:
         return self._nearest(row, k, without=sample_id)[0]
 
     def stats(self) -> BankStats:
-        """Count and measure all rows; there are no shards."""
-        stats = sum_up(self._spec, [], [row_stats(self._rows)], [])
-        num_bytes = sum(each.nbytes for each in self._rows.arrays())
-        return replace(stats, name=run_name(Place(stats.output)), kind=self._kind, num_bytes=num_bytes)
+        """Return the number and the measures of all rows, which do not change."""
+        return self._stats
 
     def _nearest(self, query: np.ndarray, k: int, *, without: int | None) -> list[Neighbors]:
         queries = checked_query(query, k, dim=self._spec.dim)

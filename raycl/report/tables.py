@@ -39,7 +39,7 @@ def run_facts(run: Run) -> list[tuple[str, str]]:
         "Training time": duration(result.get("seconds", history["seconds"].last)),
         "Samples": _count(history["samples"].last),
         "Flat images": _count(result.get("flat_images") or None),
-        "Last logged step": _time(history["time"].last),
+        "Last logged": _time(history["time"].last),
     }
     return [(name, value) for name, value in facts.items() if value != NONE]
 

@@ -134,7 +134,8 @@ def train_validated(
 ) -> RunResult:
     """Pretrain an encoder as ``raycl.train`` does, after the checks of ``validate_run``.
 
-    ``datasets`` are required if the run has no address of data. ``notes`` are printed if the encoder can be built. Raises as ``raycl.train`` does.
+    ``datasets`` are required if the run has no address of data. ``notes`` are printed if the encoder can be built.
+    Raises as ``raycl.train`` does.
     """
 
     def report(line: str) -> None:

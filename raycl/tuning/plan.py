@@ -1,5 +1,6 @@
 """The plan of a search: the settings to vary, the runs that fit the time, and the choice at the end."""
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
@@ -101,8 +102,11 @@ def plan_rungs(config: RunConfig, num_rows: int, pace: Measured, seconds: float)
     )
 
 
-def trial_config(config: RunConfig, settings: Mapping[str, Any], samples: int) -> RunConfig:
-    """Return the run of a trial: it has so many samples, is evaluated at its end, and fails if a worker is lost."""
+def trial_config(config: RunConfig, settings: Mapping[str, Any], samples: int, output: str) -> RunConfig:
+    """Return the run of a trial: it has so many samples, is evaluated at its end, and fails if a worker is lost.
+
+    Its folder ``output`` names its bank, since other searches may run on the cluster.
+    """
     changed = override(config, settings)
     own = {
         "stages.0.epochs": None,
@@ -111,7 +115,9 @@ def trial_config(config: RunConfig, settings: Mapping[str, Any], samples: int) -
         "evaluation.num_snapshot_samples": 0,
         "max_failures": 0,
     }
-    bank = config.bank.model_copy(update={"name": None, "detached": False})  # each trial has its own
+    has_bank = why_inactive(changed, "bank.name") is None
+    name = f"tune-{zlib.crc32(output.encode()):08x}" if has_bank else None
+    bank = config.bank.model_copy(update={"name": name, "detached": False})
     return override(changed, own).model_copy(update={"bank": bank})
 
 

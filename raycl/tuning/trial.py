@@ -1,7 +1,6 @@
 """A trial of Ray Tune: one run in each rung, with a learning rate schedule of the run's own length."""
 
 import time
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -27,15 +26,13 @@ class Runner:
 
     def run(self, settings: Mapping[str, Any], samples: int, name: str) -> Measured:
         """Train the recipe with changed settings; raises raycl's errors."""
-        config = trial_config(self.config, settings, samples)
-        # Banks are named over the whole cluster, where other searches may run.
-        own = f"tune-{zlib.crc32(self.output.encode()):08x}-{name}"
-        config = config.model_copy(update={"bank": config.bank.model_copy(update={"name": own})})
+        output = f"{self.output}/{name}"
+        config = trial_config(self.config, settings, samples, output)
         # A task, since Ray uses its process again: only the first one imports torch. Outside the resources of the
         # trial, which has none.
         task: Any = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy="DEFAULT")(_train)  # pyright: ignore
         with unwrap_ray_errors():
-            return ray.get(task.remote(config, f"{self.output}/{name}", self.sources))
+            return ray.get(task.remote(config, output, self.sources))
 
 
 def number_of(trial_id: str) -> int:
