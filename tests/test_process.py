@@ -1,9 +1,10 @@
 """A worker's process: exact and fast matrix products, and the process that could replace it."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,16 @@ from raycl.errors import ConfigError
 from raycl.recipes import recipe
 from raycl.training import process
 from raycl.training.controller import RayTrainer
+from raycl.training.coordinator import RunCoordinator
 from raycl.training.process import environment, multiply_by_onednn, prepare_device, prepare_process
-from raycl.training.standby import HOOK, importing, request_standby, stand_by
+from raycl.training.standby import (
+    HOOK,
+    importing,
+    nodes_with_room,
+    request_standby,
+    stand_by,
+    stand_by_elsewhere,
+)
 
 pytestmark = pytest.mark.usefixtures("process_settings")
 
@@ -172,6 +181,75 @@ def test_processes_are_asked_for_a_minute_after_the_start_of_the_run_or_soon_aft
     monkeypatch.setattr("threading.Timer", Timer)
     stand_by(3, began=time.time() - age_s)
     assert asked == [(pytest.approx(delay_s, abs=1), [3])]
+
+
+def node(name: str, *, is_alive: bool = True, **resources: float) -> dict[str, Any]:
+    """A node as ``ray.nodes`` lists it."""
+    return {
+        "NodeID": name,
+        "Alive": is_alive,
+        "NodeManagerAddress": "10.0.0.1",
+        "NodeManagerPort": 1,
+        "Resources": resources,
+    }
+
+
+def test_living_nodes_with_all_resources_of_a_worker_have_room() -> None:
+    nodes = [
+        node("large", CPU=8.0, GPU=1.0),
+        node("equal", CPU=2.0, GPU=1.0),
+        node("small", CPU=1.0, GPU=1.0),
+        node("no_gpu", CPU=8.0),
+        node("dead", is_alive=False, CPU=8.0, GPU=1.0),
+    ]
+    assert nodes_with_room(nodes, {"CPU": 2.0, "GPU": 1.0}) == dict.fromkeys(["large", "equal"], "10.0.0.1:1")
+
+
+def test_a_node_is_claimed_once_and_no_more_than_allowed_while_dead_ones_do_not_count() -> None:
+    coordinator = RunCoordinator()
+    assert coordinator.claim_standby_nodes(["own"], most=1) == ["own"]
+    assert coordinator.claim_standby_nodes(["own"], most=1) == []
+    assert coordinator.claim_standby_nodes(["a", "own", "b", "c"], most=3) == ["a", "b"]
+    assert coordinator.claim_standby_nodes(["a", "own", "b", "c"], most=3) == []
+    assert coordinator.claim_standby_nodes(["own", "b", "c", "d"], most=3) == ["c"]  # "a" is gone
+
+
+def test_the_first_worker_asks_each_other_node_once_as_nodes_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator = RunCoordinator()
+    coordinator.claim_standby_nodes(["own"], most=1)
+    asked: list[tuple[int, str]] = []
+    looks = iter([["own", "a"], ["own", "a"], ["own", "a", "b", "c", "d"]])
+
+    class Thread:
+        def __init__(self, target: Callable[[], None], *, name: str, daemon: bool) -> None:
+            assert daemon  # or the process would wait for it
+            self.start = target
+
+    def sleep(seconds: float, slept: list[float] = []) -> None:  # noqa: B006
+        slept.append(seconds)
+        if len(slept) == 4:
+            raise EndOfTest
+
+    def nodes() -> list[dict[str, Any]]:
+        return [node(name, CPU=2.0) | {"NodeManagerAddress": name} for name in next(looks)]
+
+    claim = SimpleNamespace(remote=coordinator.claim_standby_nodes)
+    monkeypatch.setattr("threading.Thread", Thread)
+    monkeypatch.setattr("raycl.training.standby.time.sleep", sleep)
+    monkeypatch.setattr("ray.nodes", nodes)
+    monkeypatch.setattr("ray.get", lambda value, timeout: value)
+    context = SimpleNamespace(get_assigned_resources=lambda: {"CPU": 2.0})
+    monkeypatch.setattr("ray.get_runtime_context", lambda: context)
+    monkeypatch.setattr(
+        "raycl.training.standby.request_standby", lambda number, address: asked.append((number, address))
+    )
+    with pytest.raises(EndOfTest):
+        stand_by_elsewhere(SimpleNamespace(claim_standby_nodes=claim), 2, workers=2, began=0.0)
+    assert asked == [(2, "a:1"), (2, "b:1"), (2, "c:1")]  # four nodes in all for two workers
+
+
+class EndOfTest(BaseException):
+    """Ends an endless thread."""
 
 
 def test_a_controller_asks_once_for_its_own_replacement(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TextIO, final
@@ -38,6 +38,7 @@ class RunCoordinator:
         self._exporter = None if tags is None else Exporter(tags, self._readings)
         self._stop_requested = False
         self._last_heartbeat = time.monotonic()
+        self._standby_nodes: set[str] = set()
         self._journal: TextIO | None = None
         if journal is not None:
             self._restore(Path(journal))
@@ -85,6 +86,16 @@ class RunCoordinator:
     def seconds_since_heartbeat(self) -> float:
         """Return the age of the last heartbeat."""
         return time.monotonic() - self._last_heartbeat
+
+    def claim_standby_nodes(self, nodes: Sequence[str], *, most: int) -> list[str]:
+        """Return those of the nodes that no worker has claimed, until ``most`` of them are claimed.
+
+        A worker claims a node before it asks for processes there that replace lost ones.
+        """
+        claimed = self._standby_nodes.intersection(nodes)
+        new = [node for node in nodes if node not in claimed][: max(0, most - len(claimed))]
+        self._standby_nodes.update(new)
+        return new
 
     def rows(self, prefix: str = "") -> ReadStats:
         """Return the counts over all fragments whose names begin with ``prefix``."""

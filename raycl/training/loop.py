@@ -28,7 +28,7 @@ from raycl.training.metrics_logger import MetricsLogger
 from raycl.training.process import available_cores, prepare_process
 from raycl.training.run_chain import RunChain
 from raycl.training.stages import Position
-from raycl.training.standby import stand_by
+from raycl.training.standby import stand_by, stand_by_elsewhere
 from raycl.training.step import StepOutput
 from raycl.training.step_runner import StepRunner
 from raycl.training.views import Views
@@ -38,8 +38,7 @@ def run_worker(settings: dict[str, ray.ObjectRef]) -> Outcome | None:
     """Train on this worker; return the outcome of the group, which the first worker reports."""
     job: Job = ray.get(settings["job"])
     prepare_process(max(1, available_cores() // ray.train.get_context().get_local_world_size()))
-    is_reading = rank() == 0 and job.stream is not None  # it starts the actor that reads the stream
-    stand_by(2 if is_reading else 1, began=job.began)
+    _keep_standbys(job)
     # Ray Train replaces all workers if one of them dies, so the first one sends heartbeats for all.
     heartbeats = (
         send_heartbeats(job.coordinator) if rank() == 0 else contextlib.nullcontext(threading.Event())
@@ -50,6 +49,15 @@ def run_worker(settings: dict[str, ray.ObjectRef]) -> Outcome | None:
         if workers != job.workers:
             return ResizeRequested(*workers)
         return Trainer(job, restored, ray.train.torch.get_device(), stop_requested).run()
+
+
+def _keep_standbys(job: Job) -> None:
+    """Ask for processes that replace those of this group if they are lost."""
+    job.coordinator.claim_standby_nodes.remote([ray.get_runtime_context().get_node_id()], most=1)
+    number = 1 if job.stream is None else 2  # the first worker starts the actor that reads a stream
+    stand_by(number if rank() == 0 else 1, began=job.began)
+    if rank() == 0:
+        stand_by_elsewhere(job.coordinator, number, workers=num_workers(), began=job.began)
 
 
 @final

@@ -1,14 +1,15 @@
 """Processes that stand ready to replace lost ones, so that a group starts without new processes and their imports.
 
 Each worker and controller asks Ray on its node for an idle process with its own environment, which imports the modules
-that it will need. Ray gives idle processes of the same job and environment to new actors. A process that cannot be had costs
-time only: Ray then starts one when it is needed.
+that it will need. The first worker asks on other nodes with room for a worker too, once for each node and run. Ray gives
+idle processes of the same job and environment to new actors. A process that cannot be had costs time only: Ray then starts
+one when it is needed.
 """
 
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -20,6 +21,7 @@ _MIN_RUN_S = 60.0  # a shorter run needs no other process, whose imports would t
 _DELAY_S = 15.0  # their imports must not delay the first steps of a group
 _KEPT_S = 7 * 24 * 3600
 _TIMEOUT_S = 10.0
+_LOOK_S = 30.0  # between two looks for nodes that joined
 _IDLE_S = 2.0  # after the start of a process; an actor that it was started for arrives before
 
 
@@ -55,20 +57,51 @@ def import_controller() -> None:
 
 def stand_by(number: int = 1, *, began: float) -> None:
     """Ask for processes that can replace this one, if this one still lives a minute after the run ``began``."""
-    timer = threading.Timer(max(_DELAY_S, began + _MIN_RUN_S - time.time()), request_standby, [number])
+    timer = threading.Timer(_delay(began), request_standby, [number])
     timer.daemon = True
     timer.start()
 
 
-def request_standby(number: int = 1) -> bool:
-    """Ask Ray on this node for idle processes with the environment of this one; return whether it agreed."""
+def stand_by_elsewhere(coordinator: Any, number: int = 1, *, workers: int, began: float) -> None:
+    """Ask for processes on other nodes with room for this actor, at the time of :func:`stand_by` and as nodes join.
+
+    Each node is asked once in a run, and twice as many nodes as ``workers`` at most, those of the workers included.
+    """
+
+    def look() -> None:
+        time.sleep(_delay(began))
+        while True:
+            # Ray restarts a dead coordinator; the next look asks it again.
+            with contextlib.suppress(Exception):
+                nodes = nodes_with_room(ray.nodes(), ray.get_runtime_context().get_assigned_resources())
+                new = coordinator.claim_standby_nodes.remote(list(nodes), most=2 * workers)
+                for node in ray.get(new, timeout=_TIMEOUT_S):
+                    request_standby(number, address=nodes[node])
+            time.sleep(_LOOK_S)
+
+    threading.Thread(target=look, name="raycl-standby", daemon=True).start()
+
+
+def nodes_with_room(nodes: Iterable[Mapping[str, Any]], needed: Mapping[str, float]) -> dict[str, str]:
+    """Return the addresses by id of living nodes, as ``ray.nodes`` lists them, that have the needed resources in all."""
+    return {
+        node["NodeID"]: f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
+        for node in nodes
+        if node["Alive"] and all(node["Resources"].get(name, 0) >= needed[name] for name in needed)
+    }
+
+
+def request_standby(number: int = 1, *, address: str | None = None) -> bool:
+    """Ask Ray on a node for idle processes with the environment of this one; return whether it agreed.
+
+    ``address`` is that of the node's raylet; without one, it is this node.
+    """
     # Ray's own interface for its libraries, which may change: a run must not depend on it.
     with contextlib.suppress(Exception):
         from ray._private.grpc_utils import init_grpc_channel
         from ray.core.generated import common_pb2, node_manager_pb2, node_manager_pb2_grpc
 
         node: Any = worker._global_node
-        address = f"{node.node_ip_address}:{node.node_manager_port}"
         context = ray.get_runtime_context()
         request = node_manager_pb2.PrestartWorkersRequest(  # pyright: ignore[reportAttributeAccessIssue]
             language=common_pb2.Language.Value("PYTHON"),  # pyright: ignore[reportAttributeAccessIssue]
@@ -77,11 +110,15 @@ def request_standby(number: int = 1) -> bool:
             num_workers=number,
         )
         request.runtime_env_info.serialized_runtime_env = context.get_runtime_env_string()
-        channel: Any = init_grpc_channel(address)
+        channel: Any = init_grpc_channel(address or f"{node.node_ip_address}:{node.node_manager_port}")
         with channel:
             node_manager_pb2_grpc.NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=_TIMEOUT_S)
         return True
     return False
+
+
+def _delay(began: float) -> float:
+    return max(_DELAY_S, began + _MIN_RUN_S - time.time())
 
 
 def _run_if_idle(load: Callable[[], None]) -> None:

@@ -36,8 +36,8 @@ from raycl.training.checkpoint import saved_steps
 from raycl.training.controller import RayTrainer, remove_leaked_placement_groups
 from raycl.training.coordinator import send_heartbeats
 from raycl.training.driver import GracefulShutdown, workers_that_fit
-from raycl.training.standby import importing, request_standby
-from tests.cluster.faults import kill_process, processes, wait_until
+from raycl.training.standby import importing, request_standby, stand_by_elsewhere
+from tests.cluster.faults import extra_node, kill_process, processes, wait_until
 from tests.cluster.test_negatives import assert_equal_runs
 from tests.cluster.test_run import libraries_of, small_run
 from tests.images import write_digits
@@ -319,6 +319,9 @@ class Probe:
     def ask(self) -> bool:
         return request_standby()
 
+    def ask_elsewhere(self, book: Any) -> None:
+        stand_by_elsewhere(book, workers=2, began=0.0)
+
     def pid(self) -> int:
         return os.getpid()
 
@@ -335,6 +338,28 @@ def test_a_process_with_imported_modules_stands_ready_for_a_lost_one() -> None:
     wait_until(lambda: any("libtorch" in library for library in libraries_of(ready)))
     ray.kill(first)
     assert ray.get(actor.remote().pid.remote()) == ready
+
+
+@pytest.mark.drill
+def test_a_process_stands_ready_on_each_node_with_room() -> None:
+    options: dict[str, Any] = {"num_cpus": 2, "runtime_env": {"env_vars": importing("import_worker")}}
+    actor: Any = ray.remote(**options)(Probe)
+    with coordinator.start_coordinator() as book, extra_node(1), extra_node(2) as large:
+        first = actor.options(label_selector={"ray.io/node-id": f"!{large.id}"}).remote()
+        ray.get(first.ask_elsewhere.remote(book))
+        before = set(idle_processes())
+        wait_until(
+            lambda: len(set(idle_processes()) - before) == 2
+        )  # the driver's node has room for another one
+        time.sleep(45)  # the next look
+        ready = set(idle_processes()) - before
+        assert len(ready) == 2
+        [there] = filter(large.has, ready)
+        wait_until(lambda: any("libtorch" in library for library in libraries_of(there)))
+        second = actor.options(label_selector={"ray.io/node-id": large.id}).remote()
+        assert ray.get(second.pid.remote()) == there
+        ray.kill(first)
+        ray.kill(second)
 
 
 @pytest.mark.drill
