@@ -83,6 +83,7 @@ REFUSED = {
     f"{EMBED} --output images": "images exists already; give another --output",
     f"{EMBED} --side left": "unknown side 'left'",
     f"{EMBED} --gpu": "--gpu needs a GPU",
+    f"{EMBED} --index annoy": "cannot write an index of kind 'annoy'; the only one is faiss",
     "mine --run images --data digits.parquet --output images": "exists already",
     "mine --run images --data missing --output new": "there is nothing at",
     "mine --run images --data digits.parquet --output new --num-negatives 0": "cannot mine 0 negatives",

@@ -55,18 +55,20 @@ def embed(
     data: Annotated[str, typer.Option(help="Images or texts to embed.")],
     output: Annotated[str, typer.Option(help="Folder of parquet files to write; local or s3://.")],
     side: Side = "query",
+    index: Annotated[str | None, typer.Option(help="Search index to write as well: faiss.")] = None,
     gpu: Gpu = False,
     settings: Setting = None,
     address: Address = None,
     debug: Debug = False,
 ) -> None:
-    """Embed a set of images or texts to parquet."""
+    """Embed a set of images or texts to parquet, and to a search index."""
     from raycl.cli.plan import command_settings
 
     options: dict[str, Any] = {"side": side, "gpu": gpu, "address": address}
-    chosen = command_settings("embed", settings or [])
-    from raycl.inference.preflight import check_inputs
+    chosen: dict[str, Any] = {"index": index, **command_settings("embed", settings or [])}
+    from raycl.inference.preflight import check_index, check_inputs
 
+    check_index(index)
     check_inputs(run, data=[data], output=output, **options)
     from raycl.inference.embed import embed_to_parquet
 

@@ -23,7 +23,8 @@ from raycl.distributed.device_copy import upload
 from raycl.evaluation.embed import embed
 from raycl.gpus import check_gpu
 from raycl.inference.encoder import read_encoders
-from raycl.inference.preflight import check_inputs
+from raycl.inference.index import write_index
+from raycl.inference.preflight import check_index, check_inputs
 from raycl.inference.reading import counting_decoder
 from raycl.lease import writing_new
 from raycl.models.encoder_io import ImageEncoder, SavedEncoder, TextEncoder
@@ -43,6 +44,7 @@ def embed_to_parquet(
     *,
     columns: ColumnNames | None = None,
     side: SideName = "query",
+    index: Literal["faiss"] | None = None,
     network: nn.Module | None = None,
     gpu: bool = False,
     max_invalid_fraction: float = 0.01,
@@ -53,10 +55,14 @@ def embed_to_parquet(
     """Embed all images or texts at ``data`` with the encoder of ``run``, into a folder of parquet files.
 
     Columns: ``sample_id``, ``label`` (-1 if missing), ``representation`` (float32 list), and ``query_id`` or
-    ``document_id`` if ``columns`` names them, as the numbers that a run compares. ``side`` selects one of two towers. A run that trained your own module needs it as ``network``. Returns the read
-    statistics, with invalid rows by cause. Raises ``StorageError`` if the output exists, and
-    ``DataError`` if too many rows are invalid, which leaves nothing at the output.
+    ``document_id`` if ``columns`` names them, as the numbers that a run compares. ``side`` selects one of two towers.
+    ``index="faiss"`` also writes ``_index.faiss`` to the folder: an exact FAISS index of the rows by cosine, whose
+    ids are the sample ids. This process then holds all representations in memory once. A run that trained your own
+    module needs it as ``network``. Returns the read statistics, with invalid rows by cause. Raises ``StorageError``
+    if the output exists, ``ConfigError`` if FAISS is not installed, and ``DataError`` if too many rows are invalid,
+    which leaves nothing at the output.
     """
+    check_index(index)
     run, data, output = os.fspath(run), os.fspath(data), os.fspath(output)
     check_inputs(run, side=side, data=[data], output=output, gpu=gpu, address=address)
     with writing_new(output) as place:
@@ -74,7 +80,10 @@ def embed_to_parquet(
         ) as decoder:
             embedded = embed_dataset(decode_source(source, decoder), saved, gpu=gpu, network=network)
             embedded.write_parquet(path, filesystem=filesystem)
-            return rows_in(decoder.coordinator)
+            stats = rows_in(decoder.coordinator)
+        if index is not None:  # not before the invalid rows are counted
+            write_index(place, encoder.spec.representation_dim)
+    return stats
 
 
 def embed_values(

@@ -24,6 +24,16 @@ def check_package(to: str | None) -> None:
         )
 
 
+def check_index(index: str | None) -> None:
+    """Raise ``ConfigError`` unless an index of this kind can be written here."""
+    if index not in ("faiss", None):
+        raise ConfigError(f"cannot write an index of kind {index!r}; the only one is faiss")
+    if index == "faiss" and find_spec("faiss") is None:
+        raise ConfigError(
+            "the index needs the package faiss-cpu, which is not installed; pip install 'raycl[faiss]'"
+        )
+
+
 def check_mining(num_negatives: int, max_relative_score: float) -> None:
     """Raise ``ConfigError`` unless the number is positive and the fraction lies in (0, 1]."""
     if num_negatives < 1 or not 0 < max_relative_score <= 1:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import faiss
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -352,9 +353,17 @@ def test_a_folder_of_images_on_s3_is_embedded_to_s3(on_s3: Place) -> None:
     for index, (content, label) in enumerate(zip(files, labels, strict=True)):
         (Place(f"s3://{BUCKET}/folder") / f"{label}" / f"{index:03}.png").write_bytes(content)
     embedded = Place(f"s3://{BUCKET}/embedded.parquet")
-    assert raycl.embed(on_s3.uri, f"s3://{BUCKET}/folder", embedded.uri, quiet=True).num_rows == 40
+    rows = raycl.embed(on_s3.uri, f"s3://{BUCKET}/folder", embedded.uri, index="faiss", quiet=True)
+    assert rows.num_rows == 40
     filesystem, path = embedded.resolve()
-    assert sorted(pq.read_table(path, filesystem=filesystem)["label"].to_pylist()) == sorted(labels)
+    table = pq.read_table(path, filesystem=filesystem)
+    assert sorted(table["label"].to_pylist()) == sorted(labels)
+    stored = np.frombuffer((embedded / "_index.faiss").read_bytes(), np.uint8)
+    index = faiss.deserialize_index(stored)
+    vectors = np.array(table["representation"].to_pylist(), np.float32)
+    cosines, ids = index.search(vectors / np.linalg.norm(vectors, axis=1, keepdims=True), 1)
+    np.testing.assert_allclose(cosines, 1, atol=1e-5)
+    assert ids[:, 0].tolist() == table["sample_id"].to_pylist()
 
 
 @pytest.mark.drill
