@@ -26,8 +26,9 @@ from loss import build_step
 from measuring import Line, apart, cost, make_parser, processes, read_status, repeating, report, table
 from training_steps import SMALL, logged_steps, steps_alone
 
+from raycl.gpus import available_cores
 from raycl.losses import info_nce
-from raycl.training.process import available_cores, prepare_process
+from raycl.training.process import prepare_process
 
 DIM = 128
 SLICE, COLUMNS = 1_024, 2**20

@@ -27,11 +27,11 @@ from measuring import Line, in_workers, make_parser, read_status, repeating, rep
 from torch import Tensor
 
 from raycl.distributed import all_sum, collectives, gather_detached, num_workers, rank
+from raycl.gpus import available_cores
 from raycl.losses import tiled
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.objective import StoreBatch, build_objective
 from raycl.losses.tiled import spans
-from raycl.training.process import available_cores
 
 DIM, NOISE = 128, 0.1
 TEMPERATURES, BIAS = {"clip": 0.05, "siglip": 0.1}, -10.0

@@ -52,7 +52,7 @@ from measuring import (
 from training_steps import logged_steps, steps_alone
 
 import raycl
-from raycl.training.process import available_cores
+from raycl.gpus import available_cores
 
 ENCODERS: dict[str, dict[str, Any]] = {
     "transformer": {"encoder.kwargs": {}, "projection_head.dim": 256, "stages.0.learning_rate": 3e-4},

@@ -48,7 +48,7 @@ def lightly_worker(rank: int, options: Options, folder: str) -> float:
     import torch
     import torch.distributed as dist
 
-    from raycl.training.process import available_cores
+    from raycl.gpus import available_cores
 
     torch.set_num_threads(max(1, available_cores() // 2))
     meeting = Path(folder, "rendezvous").as_uri()
@@ -75,7 +75,8 @@ def encoder(options: Options) -> float:
 def encoder_worker(_: int, options: Options) -> float:
     import torch
 
-    from raycl.training.process import autocast, available_cores, prepare_process
+    from raycl.gpus import available_cores
+    from raycl.training.process import autocast, prepare_process
 
     prepare_process(max(1, available_cores() // 2))
     tower = build_tower(options["encoder"]).to(memory_format=torch.channels_last)

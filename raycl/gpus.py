@@ -1,5 +1,6 @@
 """Checks of GPUs and CPUs, importable without Ray, so that a run without GPUs is refused before Ray starts."""
 
+import math
 import os
 import sys
 from collections.abc import Collection, Iterable, Sequence
@@ -52,6 +53,20 @@ def cpu_has_bfloat16() -> bool:
     """Whether the CPU has instructions for bfloat16; without them it is slower than float32."""
     info = Path("/proc/cpuinfo")  # Linux only
     return info.exists() and not {"avx512_bf16", "amx_bf16"}.isdisjoint(info.read_text().split())
+
+
+def available_cores() -> int:
+    """Return the number of cores available to this process, within the quota of its container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min(cores, _container_cores())))
+
+
+def _container_cores() -> float:
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return float(quota) / float(period)  # "max" means no quota
+    except (OSError, ValueError):
+        return math.inf
 
 
 def check_gpu(have: float) -> None:

@@ -176,8 +176,11 @@ def _describe(seen: dict[str, Any], pace: float | None) -> str:
 
 
 def _call(method: Any) -> Any:
-    """Call the coordinator; return None on failure, since the progress line must not end a run."""
+    """Call the coordinator, an actor or an object of this process.
+
+    Returns None on failure, since the progress line must not end a run.
+    """
     try:
-        return ray.get(method.remote(), timeout=5.0)
+        return ray.get(method.remote(), timeout=5.0) if hasattr(method, "remote") else method()
     except Exception:
         return None

@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
@@ -134,14 +133,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def embedded(run: str, files: list[bytes]) -> torch.Tensor:
-    """Return the embeddings of these files from the actors of ``raycl embed``."""
+    """Return the embeddings of these files from ``raycl embed``."""
     formats = {"image": load_encoder(run).spec.image_format()}  # pyright: ignore[reportAttributeAccessIssue]
     columns = store_all(formats, {"image": formats["image"].decode_all(files)})
     numbers = pa.array(range(len(files)), pa.int64())
     table = pa.table({**columns, "sample_id": numbers, "label": numbers})
-    with patch("raycl.inference.embed.ray.get", lambda held: held):  # an actor without Ray
-        embedder = Embedder([read_encoder(run)], False, None, ())  # pyright: ignore[reportArgumentType]
-    return torch.tensor(embedder(table)["representation"].to_pylist())
+    return torch.tensor(Embedder(read_encoder(run))(table)["representation"].to_pylist())
 
 
 def test_images_of_any_type_get_the_same_embeddings_as_from_embed(run: str, tmp_path: Path) -> None:

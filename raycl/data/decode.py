@@ -1,6 +1,7 @@
-"""Decode by Ray Data tasks: fragments of a source to tables of decoded rows."""
+"""Decode by Ray Data tasks, or by threads: fragments of a source to tables of decoded rows."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -18,6 +19,7 @@ from raycl.data.read_stats import ReadStats
 from raycl.data.sources import Fragment, RawRows, Source
 from raycl.data.split import Holdout
 from raycl.errors import InvalidValueError
+from raycl.gpus import available_cores
 
 BLOCK_BYTES = 64 * 2**20
 Keep = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
@@ -29,7 +31,8 @@ _ROWS_PER_FRAGMENT = 1_024  # of a Ray Dataset
 class Decoder:
     """Turn raw rows into tables: ``sample_id``, ``label``, and the columns of the formats by role.
 
-    A row with an invalid value is skipped, and the coordinator, if there is one, counts it by cause. Rows that
+    A row with an invalid value is skipped, and the coordinator, if there is one, counts it by cause; it is an actor, or
+    an object of this process. Rows that
     ``keep`` refuses are not decoded; ``count`` selects the decoded rows that are counted (by default all). The rows of a click
     log were counted before they were grouped into pairs: ``counts_rows=False``. ``prefix`` precedes the names of
     the fragments, by which the coordinator counts.
@@ -55,8 +58,12 @@ class Decoder:
         # A stream reads the rows of the periodic evaluation separately.
         name = f"{fragment}, to evaluate" if self.count else fragment
         if self.coordinator is not None:
-            # Wait, so that the counts of skipped rows are known before the rows are used.
-            ray.get(self.coordinator.add_rows.remote(f"{self.prefix}{name}", stats))
+            add_rows = self.coordinator.add_rows
+            if hasattr(add_rows, "remote"):
+                # Wait, so that the counts of skipped rows are known before the rows are used.
+                ray.get(add_rows.remote(f"{self.prefix}{name}", stats))
+            else:
+                add_rows(f"{self.prefix}{name}", stats)
         nothing = {role: [] for role in self.formats}
         yield pa.concat_tables(block or [self._table(nothing, [], [])]).combine_chunks()
 
@@ -154,6 +161,30 @@ def decode_source(
     return map_fragments(source, read, fragments)
 
 
+def decode_here(
+    fragments: Sequence[Fragment],
+    read: Callable[[Fragment], Iterator[RawRows]],
+    decoder: Decoder,
+) -> Iterator[pa.Table]:
+    """Yield the decoded rows of fragments in order, without Ray; threads decode ahead, as far as all rows."""
+
+    def decode(fragment: Fragment) -> list[pa.Table]:
+        return list(decoder.tables(fragment.name, read(fragment)))
+
+    with ThreadPoolExecutor(available_cores()) as pool:
+        for tables in pool.map(decode, fragments):
+            yield from tables
+
+
+def decode_table(
+    table: pa.Table, columns: ColumnNames, decoder: Decoder, classes: tuple[str, ...] | None = None
+) -> Iterator[pa.Table]:
+    """Yield the decoded rows of a table, in order."""
+    for start in range(0, table.num_rows, _ROWS_PER_FRAGMENT):
+        rows = RawRows.of_table(table.slice(start, _ROWS_PER_FRAGMENT), columns, classes)
+        yield from decoder.tables(f"ids {content_id(rows.sample_id.tobytes())}", iter([rows]))
+
+
 def decode_dataset(
     dataset: ray.data.Dataset,
     columns: ColumnNames,
@@ -169,9 +200,7 @@ def decode_dataset(
     found = columns_of(dataset, columns)
 
     def read(block: pa.Table) -> Iterator[pa.Table]:
-        for start in range(0, block.num_rows, _ROWS_PER_FRAGMENT):
-            rows = RawRows.of_table(block.slice(start, _ROWS_PER_FRAGMENT), found, classes)
-            yield from decoder.tables(f"ids {content_id(rows.sample_id.tobytes())}", iter([rows]))
+        return decode_table(block, found, decoder, classes)
 
     # By blocks: each epoch shuffles them, and rows joined across blocks would count as new fragments.
     return dataset.map_batches(read, batch_size=None, batch_format="pyarrow")

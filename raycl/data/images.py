@@ -62,6 +62,11 @@ class ImageFormat:
     channels: int = 3
     max_pixels: int = 64_000_000
 
+    @property
+    def num_bytes(self) -> int:
+        """The size of a decoded image."""
+        return self.size**2 * self.channels
+
     def decode(self, content: Any) -> tuple[NDArray[np.uint8], float]:
         """Return pixels [size, size, channels] and the aspect ratio; raises ``InvalidImageError``.
 

@@ -13,13 +13,14 @@ from torch.profiler import ProfilerActivity, profile
 from raycl.batchnorm import split_batchnorm
 from raycl.config import RunConfig, Stage
 from raycl.doctor.nodes import process_memory
+from raycl.gpus import available_cores
 from raycl.gradient_cache import checkpoint_activations, embed_in_chunks
 from raycl.models.blocks import residual_blocks
 from raycl.models.build import build_prediction_head, build_towers
 from raycl.models.towers import Tower, TwoTowers
 from raycl.tokenization import Tokenizer, Vocabulary
 from raycl.training.pools import pools_of
-from raycl.training.process import autocast, available_cores
+from raycl.training.process import autocast
 
 # Measured along with twice as many: the difference excludes costs that do not grow with the rows.
 FEW_ROWS = 4

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from raycl.data.columns import ColumnNames
-from raycl.data.decode import decode_source
 from raycl.data.images import ImageFormat
 from raycl.data.labels import NO_LABEL
 from raycl.data.sources import Source, find_source
@@ -21,12 +20,11 @@ from raycl.errors import ConfigError, DataError
 from raycl.evaluation.knn import knn_accuracy
 from raycl.evaluation.linear import linear_accuracy
 from raycl.evaluation.raw_pixels import BASELINE_SIZE, raw_pixels
-from raycl.inference.embed import columns_for, embed_dataset, formats_of, representations
+from raycl.inference.embed import columns_for, embedded_tables, formats_of, representations, row_bytes
 from raycl.inference.encoder import read_encoders
-from raycl.inference.reading import counting_decoder, read_images
+from raycl.inference.reading import connect_unless_small, counting_decoder, read_images
 from raycl.models.encoder_io import ImageEncoder
 from raycl.models.specs import ImageEncoderSpec
-from raycl.ray_runtime import connect_cluster, fetch_tables
 
 Measure = Literal["knn", "linear"]
 # Raw pixels have thousands of columns, so a larger set is sampled for the baseline.
@@ -80,7 +78,8 @@ def evaluate(
     _check_labels(sources)
     if not quiet:
         _warn_of_equal_sets(sources)
-    connect_cluster(address, debug=debug, quiet_core=True)
+    num_rows = sum(source.num_rows for source in sources.values())
+    connect_unless_small(num_rows * row_bytes(encoder), gpu=gpu, address=address, debug=debug)
 
     def score(train_set: LabeledSet, test_set: LabeledSet) -> float:
         sets = (train_set.values, train_set.label, test_set.values, test_set.label)
@@ -96,8 +95,7 @@ def evaluate(
             max_invalid_fraction=max_invalid_fraction,
             quiet=quiet,
         ) as decoder:
-            decoded = decode_source(sources[name], decoder)
-            tables = fetch_tables(embed_dataset(decoded, saved, gpu=gpu, network=network))
+            tables = embedded_tables(sources[name], decoder, saved, gpu=gpu, network=network)
         return _labeled(representations(tables, encoder.spec.representation_dim), _labels(tables))
 
     train_set, test_set = represent("train"), _with_train_classes(sources, represent("test"))

@@ -1,4 +1,4 @@
-"""Embedding with Ray Data: tasks decode, a pool of actors runs the encoder."""
+"""Embedding with Ray Data: tasks decode, a pool of actors runs the encoder. Small sets are embedded in this process."""
 
 import os
 from collections.abc import Sequence
@@ -7,17 +7,18 @@ from typing import Literal, final
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import ray
 import torch
 from torch import Tensor, nn
 
 from raycl.data.codecs import Formats
 from raycl.data.columns import ColumnNames
-from raycl.data.decode import decode_dataset, decode_source
+from raycl.data.decode import Decoder, decode_dataset, decode_here, decode_source, decode_table
 from raycl.data.ids import IdFormat
 from raycl.data.in_memory import Batch, InMemoryDataset, pixels_of, tokens_of
 from raycl.data.read_stats import ReadStats
-from raycl.data.sources import find_source
+from raycl.data.sources import Source, find_source
 from raycl.data.texts import TextFormat
 from raycl.distributed.device_copy import upload
 from raycl.evaluation.embed import embed
@@ -25,14 +26,15 @@ from raycl.gpus import check_gpu
 from raycl.inference.encoder import read_encoders
 from raycl.inference.index import write_index
 from raycl.inference.preflight import check_index, check_inputs
-from raycl.inference.reading import counting_decoder
+from raycl.inference.reading import connect_unless_small, counting_decoder
 from raycl.lease import writing_new
 from raycl.models.encoder_io import ImageEncoder, SavedEncoder, TextEncoder
 from raycl.models.registry import SideName, trusted_packages
-from raycl.ray_runtime import connect_cluster, fetch_tables
+from raycl.ray_runtime import fetch_tables
 from raycl.training.coordinator import rows_in
 
 BATCH_SIZE = 256
+FILE = "part-0.parquet"  # of rows embedded in this process
 IDS = ("query_id", "document_id")  # written beside the representation if their columns are named
 BLOCK_ROWS = 4_096
 
@@ -69,8 +71,7 @@ def embed_to_parquet(
         (saved,) = read_encoders(run, [side], network=network)
         encoder = saved.build(network)
         source = find_source(data, columns_for(encoder, columns))
-        connect_cluster(address, debug=debug, quiet_core=True)
-        filesystem, path = place.resolve()
+        connect_unless_small(source.num_rows * row_bytes(encoder), gpu=gpu, address=address, debug=debug)
         with counting_decoder(
             {**formats_of(encoder), **{role: IdFormat() for role in IDS if role in source.columns.contents}},
             num_rows=source.num_rows,
@@ -78,8 +79,15 @@ def embed_to_parquet(
             max_invalid_fraction=max_invalid_fraction,
             quiet=quiet,
         ) as decoder:
-            embedded = embed_dataset(decode_source(source, decoder), saved, gpu=gpu, network=network)
-            embedded.write_parquet(path, filesystem=filesystem)
+            if ray.is_initialized():
+                filesystem, path = place.resolve()
+                embedded = embed_dataset(decode_source(source, decoder), saved, gpu=gpu, network=network)
+                embedded.write_parquet(path, filesystem=filesystem)
+            else:
+                with (place / FILE).create() as stream:
+                    pq.write_table(
+                        pa.concat_tables(embedded_tables(source, decoder, saved, network=network)), stream
+                    )
             stats = rows_in(decoder.coordinator)
         if index is not None:  # not before the invalid rows are counted
             write_index(place, encoder.spec.representation_dim)
@@ -102,17 +110,35 @@ def embed_values(
     """
     encoder = saved.build()
     role, kind = role_of(encoder), pa.binary() if saved.takes_images else pa.string()
-    connect_cluster(address, debug=debug, quiet_core=True)
+    connect_unless_small(len(values) * row_bytes(encoder), gpu=gpu, address=address, debug=debug)
     table = pa.table({role: pa.array(values, kind), "sample_id": np.arange(len(values))})
     blocks = [table.slice(start, BLOCK_ROWS) for start in range(0, len(values), BLOCK_ROWS)]
     columns = ColumnNames(**{"image": None, role: role}, sample_id="sample_id")
     with counting_decoder(
         formats_of(encoder), num_rows=len(values), title=title, max_invalid_fraction=0.0, quiet=quiet
     ) as decoder:
-        decoded = decode_dataset(ray.data.from_arrow(blocks), columns, decoder)
-        tables = fetch_tables(embed_dataset(decoded, saved, gpu=gpu))
+        if ray.is_initialized():
+            decoded = decode_dataset(ray.data.from_arrow(blocks), columns, decoder)
+            tables = fetch_tables(embed_dataset(decoded, saved, gpu=gpu))
+        else:
+            tables = list(map(Embedder(saved), decode_table(table, columns, decoder)))
     order = np.argsort(np.concatenate([each["sample_id"].to_numpy() for each in tables]))
     return representations(tables, encoder.spec.representation_dim)[order]
+
+
+def embedded_tables(
+    source: Source,
+    decoder: Decoder,
+    saved: SavedEncoder,
+    *,
+    gpu: bool = False,
+    network: nn.Module | None = None,
+) -> list[pa.Table]:
+    """Return the decoded rows of a source with their representations, in order; without Ray in this process."""
+    if ray.is_initialized():
+        return fetch_tables(embed_dataset(decode_source(source, decoder), saved, gpu=gpu, network=network))
+    embedder = Embedder(saved, network=network)
+    return [embedder(table) for table in decode_here(source.fragments, source.read, decoder)]
 
 
 def embed_dataset(
@@ -146,19 +172,25 @@ def embed_dataset(
 
 @final
 class Embedder:
-    """An actor of the pool: holds the encoder and embeds decoded rows."""
+    """Hold the encoder and embed decoded rows, as an actor of the pool or in this process.
+
+    ``saved`` is the encoder, or for an actor a list with a reference to it.
+    """
 
     def __init__(
         self,
-        saved: list[ray.ObjectRef],
-        use_gpu: bool,
-        network: nn.Module | None,
-        trusted: tuple[str, ...],
+        saved: SavedEncoder | list[ray.ObjectRef],
+        use_gpu: bool = False,
+        network: nn.Module | None = None,
+        trusted: tuple[str, ...] | None = None,
     ) -> None:
-        encoder = ray.get(saved[0]).build(network, trusted=trusted)
+        loaded: SavedEncoder = ray.get(saved[0]) if isinstance(saved, list) else saved
+        encoder = loaded.build(network, trusted=trusted_packages() if trusted is None else trusted)
         self._encoder: ImageEncoder | TextEncoder = encoder.to("cuda" if use_gpu else "cpu")
         # bfloat16 is twice as fast, and equal to three digits, as in training.
         is_fast = use_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+        if isinstance(encoder, ImageEncoder):
+            self._encoder.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         self._precision = "bfloat16" if is_fast else "float32"
         self._formats = formats_of(self._encoder)
 
@@ -185,6 +217,13 @@ class Embedder:
 def role_of(encoder: ImageEncoder | TextEncoder) -> Literal["image", "text"]:
     """Return the role of the values that an encoder takes."""
     return "image" if isinstance(encoder, ImageEncoder) else "text"
+
+
+def row_bytes(encoder: ImageEncoder | TextEncoder) -> int:
+    """Return the size of a decoded value for an encoder; of a text, at most."""
+    if isinstance(encoder, ImageEncoder):
+        return encoder.spec.image_format().num_bytes
+    return 4 * encoder.spec.max_tokens
 
 
 def formats_of(encoder: ImageEncoder | TextEncoder) -> Formats:

@@ -23,7 +23,7 @@ from raycl.inference.encoder import read_encoders
 from raycl.inference.preflight import check_inputs, check_mining
 from raycl.inference.reading import Values, read_pairs
 from raycl.lease import writing_new
-from raycl.ray_runtime import unwrap_ray_errors
+from raycl.ray_runtime import connect_cluster, unwrap_ray_errors
 
 QUERIES_PER_TASK = 4_096
 
@@ -74,6 +74,7 @@ def mine_negatives(
         raise ConfigError(f"the run at {run} has an encoder of images; mine needs one of texts")
     with writing_new(output, is_file=True) as place:
         values = read_pairs(data, columns or ColumnNames())
+        connect_cluster(address, debug=debug, quiet_core=True)  # tasks search
         pairs = _Pairs(values)
         options: dict[str, Any] = {"gpu": gpu, "address": address, "quiet": quiet, "debug": debug}
         query, document = (

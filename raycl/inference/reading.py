@@ -1,17 +1,20 @@
-"""Sets of data read into this process: decoded images, texts and pairs."""
+"""Sets of data read into this process: decoded images, texts and pairs; small ones without Ray."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any, final
 
 import numpy as np
+import pyarrow as pa
+import ray
 from numpy.typing import NDArray
 
 from raycl.data.codecs import Formats
 from raycl.data.columns import ColumnNames
-from raycl.data.decode import Decoder, Keep, decode_source, row_error
+from raycl.data.decode import Decoder, Keep, decode_here, decode_source, row_error
 from raycl.data.ids import IdFormat
 from raycl.data.images import ImageFormat
 from raycl.data.in_memory import InMemoryDataset
@@ -20,9 +23,21 @@ from raycl.errors import DataError
 from raycl.progress import ProgressLine, rows_read
 from raycl.ray_runtime import connect_cluster, fetch_tables, unwrap_ray_errors
 from raycl.tokenization import InvalidTextError, read_text
-from raycl.training.coordinator import rows_in, start_coordinator
+from raycl.training.coordinator import RunCoordinator, rows_in, start_coordinator
 
+MAX_BYTES = 256 * 2**20  # of decoded rows that one process reads without Ray
 TEXTS = ("text", "caption", "query", "document")
+
+
+def connect_unless_small(
+    num_bytes: int, *, gpu: bool = False, address: str | None = None, debug: bool = False
+) -> None:
+    """Connect to Ray, which takes seconds, unless the decoded rows are small and no GPU or cluster is asked for.
+
+    Without Ray, :func:`decoded_tables` and :func:`raycl.inference.embed.embedded_tables` work in this process.
+    """
+    if gpu or address or os.environ.get("RAY_ADDRESS") or num_bytes > MAX_BYTES:
+        connect_cluster(address, debug=debug, quiet_core=True)
 
 
 @contextlib.contextmanager
@@ -39,7 +54,8 @@ def counting_decoder(
 
     Raises ``DataError`` at the end if too many rows were invalid.
     """
-    with start_coordinator() as coordinator:
+    counting = start_coordinator() if ray.is_initialized() else contextlib.nullcontext(RunCoordinator())
+    with counting as coordinator:
         with unwrap_ray_errors(), ProgressLine(title, rows_read(coordinator, num_rows), quiet=quiet):
             yield Decoder(formats=formats, coordinator=coordinator, keep=keep)
         rows_in(coordinator).check(max_invalid_fraction)
@@ -54,13 +70,13 @@ def read_images(
     max_invalid_fraction: float = 0.01,
     quiet: bool = True,
 ) -> InMemoryDataset:
-    """Decode the images of a source with Ray Data; ``keep`` selects rows by id.
+    """Decode the images of a source, with Ray Data if the set is not small; ``keep`` selects rows by id.
 
     Raises ``DataError`` for an empty source or too many invalid images.
     """
     source = find_source(source) if isinstance(source, str) else source
     formats: Formats = {"image": image_format}
-    connect_cluster()
+    connect_unless_small(source.num_rows * image_format.num_bytes)
     with counting_decoder(
         formats,
         num_rows=source.num_rows,
@@ -69,8 +85,15 @@ def read_images(
         max_invalid_fraction=max_invalid_fraction,
         quiet=quiet,
     ) as decoder:
-        tables = fetch_tables(decode_source(source, decoder))
+        tables = decoded_tables(source, decoder)
     return InMemoryDataset(tables, formats)
+
+
+def decoded_tables(source: Source, decoder: Decoder) -> list[pa.Table]:
+    """Return all decoded rows of a source, in order."""
+    if ray.is_initialized():
+        return fetch_tables(decode_source(source, decoder))
+    return list(decode_here(source.fragments, source.read, decoder))
 
 
 @final

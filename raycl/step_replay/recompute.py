@@ -7,13 +7,14 @@ from typing import Any, final
 
 from raycl.chain import CHAIN, START
 from raycl.errors import ConfigError, DataError
+from raycl.gpus import available_cores
 from raycl.inference.checkpoint_encoder import complete_checkpoints
 from raycl.step_replay.check_history import History
 from raycl.step_replay.float64 import has_dropout, losses_in_float64
 from raycl.step_replay.restore import train_until
 from raycl.step_replay.rows import RunRows
 from raycl.training.checkpoint import numbers_of
-from raycl.training.process import available_cores, prepared_process
+from raycl.training.process import prepared_process
 
 _EXACT = 1e-5  # relative difference of a loss in float32 right after a checkpoint
 _AFTER_UPDATE = 2e-4  # of the loss after one update in float32

@@ -1,14 +1,13 @@
 """The rows of a run, decoded in this process without Ray."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import final
 
 import numpy as np
 import pyarrow as pa
 
-from raycl.data.decode import Decoder
+from raycl.data.decode import Decoder, decode_here
 from raycl.data.in_memory import InMemoryDataset
 from raycl.data.sources import Fragment, RawRows, Source, find_source
 from raycl.errors import ConfigError, DataError
@@ -19,7 +18,6 @@ from raycl.training.data_module import hold_out
 from raycl.training.data_set import count_tokens
 from raycl.training.job import Job
 from raycl.training.preflight import check_pairs, check_sizes, column_names
-from raycl.training.process import available_cores
 from raycl.training.transforms import build_formats
 
 
@@ -116,8 +114,7 @@ def _decoded(
             where.update(zip(rows.sample_id.tolist(), rows.where, strict=True))
             yield rows
 
-    def decode(fragment: Fragment) -> list[pa.Table]:
-        return list(decoder.tables(fragment.name, noted(source.read(fragment))))
+    def read(fragment: Fragment) -> Iterator[RawRows]:
+        return noted(source.read(fragment))
 
-    with ThreadPoolExecutor(available_cores()) as pool:
-        return tuple(table for tables in pool.map(decode, source.fragments) for table in tables)
+    return tuple(decode_here(source.fragments, read, decoder))

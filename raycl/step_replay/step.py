@@ -8,13 +8,14 @@ from typing import Any, final
 
 from raycl.display import Displayable, Table
 from raycl.errors import ConfigError, NonFiniteLossError
+from raycl.gpus import available_cores
 from raycl.step_replay.record import RecordedRun, read_record
 from raycl.step_replay.restore import BeforeStep, train_until
 from raycl.step_replay.rows import read_rows
 from raycl.step_replay.samples import Shown, StepSamples
 from raycl.step_replay.softmax import Candidate, SideWeights, WatchedObjective, explain
 from raycl.storage import Place
-from raycl.training.process import available_cores, prepared_process
+from raycl.training.process import prepared_process
 
 NUM_SHOWN = 4  # queries in a terminal
 _NOTABLE = 1e-3  # relative difference of losses: sums in another order differ by less

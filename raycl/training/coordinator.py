@@ -136,6 +136,8 @@ class RunCoordinator:
 
 def rows_in(coordinator: Any, prefix: str = "") -> ReadStats:
     """Return the counts of ``RunCoordinator.rows`` so far; retries while Ray restarts a dead actor."""
+    if isinstance(coordinator, RunCoordinator):
+        return coordinator.rows(prefix)
     until = time.monotonic() + _RESTART_S
     while True:
         try:

@@ -12,6 +12,7 @@ import torch
 
 from raycl.distributed import gather_detached, num_workers, rank, use_shared_memory
 from raycl.errors import CollapseError, DataError, NonFiniteLossError
+from raycl.gpus import available_cores
 from raycl.training.checkpoint import (
     Checkpointer,
     Restored,
@@ -25,7 +26,7 @@ from raycl.training.encoder_files import save_towers
 from raycl.training.evaluators import build_evaluator, build_snapshot_writer
 from raycl.training.job import Job
 from raycl.training.metrics_logger import MetricsLogger
-from raycl.training.process import available_cores, prepare_process
+from raycl.training.process import prepare_process
 from raycl.training.run_chain import RunChain
 from raycl.training.stages import Position
 from raycl.training.standby import stand_by, stand_by_elsewhere

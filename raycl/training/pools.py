@@ -11,9 +11,10 @@ import torch
 from raycl.config import RunConfig
 from raycl.config.schema import PoolConfig
 from raycl.errors import ConfigError
+from raycl.gpus import available_cores
 from raycl.training.coordinator import add_notice
 from raycl.training.encoder_pool import EncoderPool, RowEncoder, start_pool
-from raycl.training.process import available_cores, prepare_device, prepare_process
+from raycl.training.process import prepare_device, prepare_process
 
 
 def pools_of(config: RunConfig) -> dict[str, PoolConfig]:

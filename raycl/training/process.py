@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import math
 import os
 import platform
 from collections.abc import Iterator
@@ -31,20 +30,6 @@ def environment(*, gpu: bool) -> dict[str, str]:
         # Batches of texts differ in shape, which would fragment GPU memory.
         needed[_ALLOCATOR] = os.environ.get(_ALLOCATOR, "expandable_segments:True")
     return needed
-
-
-def available_cores() -> int:
-    """Return the number of cores available to this process, within the quota of its container."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, int(min(cores, _container_cores())))
-
-
-def _container_cores() -> float:
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return float(quota) / float(period)  # "max" means no quota
-    except (OSError, ValueError):
-        return math.inf
 
 
 def prepare_process(num_threads: int) -> None:

@@ -1,0 +1,108 @@
+"""Small sets are embedded and judged in this process; only others start Ray."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+import torch
+from torch import Tensor
+
+from raycl import load_encoder
+from raycl.data.columns import ColumnNames
+from raycl.errors import DataError
+from raycl.evaluation.classification import evaluate
+from raycl.inference import reading
+from raycl.inference.embed import embed_to_parquet, embed_values
+from raycl.inference.encoder import read_encoder
+from raycl.inference.reading import MAX_BYTES, connect_unless_small
+from tests.encoders import write_images_run
+from tests.images import digit_files, write_digits
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    return write_images_run(folder, "resnet10", width=0.125, representation_dim=64)
+
+
+@pytest.fixture
+def connected(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """The addresses of the clusters that would be joined or started."""
+    assert not ray.is_initialized()
+    addresses: list[str | None] = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(reading, "connect_cluster", lambda address, **_: addresses.append(address))
+    return addresses
+
+
+def expected(run: str, num_images: int) -> Tensor:
+    encoder: Any = load_encoder(run)
+    return encoder.encode(digit_files(num_images)[0])
+
+
+def test_a_small_set_is_embedded_in_this_process(
+    run: str, tmp_path: Path, connected: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raycl.data.sources.ROWS_PER_FRAGMENT", 100)  # so that threads decode several
+    data = write_digits(tmp_path / "digits.parquet", 800, broken=5)
+    table = pq.read_table(data).take(np.random.default_rng(0).permutation(800))
+    table = table.append_column("key", pa.array(range(7, 807)))
+    pq.write_table(table, data, row_group_size=64)
+    columns = ColumnNames(sample_id="key")
+    stats = embed_to_parquet(run, data, tmp_path / "rows", columns=columns, quiet=True)
+    rows = pq.read_table(tmp_path / "rows")
+    assert (stats.num_rows, stats.num_invalid) == (800, 5)
+    valid = table.filter(pa.array([image != b"broken" for image in table["image"].to_pylist()]))
+    assert rows["sample_id"].to_pylist() == valid["key"].to_pylist()
+    assert rows["label"].to_pylist() == valid["label"].to_pylist()
+    encoder: Any = load_encoder(run)
+    exact = encoder.encode(valid["image"].to_pylist())
+    torch.testing.assert_close(torch.tensor(rows["representation"].to_pylist()), exact, rtol=0, atol=1e-5)
+    assert connected == []
+
+
+def test_too_many_broken_images_leave_nothing_behind(
+    run: str, tmp_path: Path, connected: list[str | None]
+) -> None:
+    data = write_digits(tmp_path / "digits.parquet", 100, broken=50)
+    with pytest.raises(DataError, match="50 of 100 rows are invalid"):
+        embed_to_parquet(run, data, tmp_path / "rows", quiet=True)
+    assert not (tmp_path / "rows").exists()
+
+
+@pytest.mark.parametrize("measure", ["knn", "linear"])
+def test_a_small_set_is_judged_in_this_process(
+    measure: Any, run: str, tmp_path: Path, connected: list[str | None]
+) -> None:
+    train, test = (write_digits(tmp_path / f"{number}.parquet", number) for number in (300, 60))
+    result = evaluate(measure, run=run, train=str(train), test=str(test), quiet=True)
+    assert (result["num_train"], result["num_test"]) == (300, 60)
+    assert result["baseline"]["pixels"] > 0.8
+    assert result["top1"] > 0.3
+    assert connected == []
+
+
+def test_values_of_this_process_are_embedded_in_order(run: str, connected: list[str | None]) -> None:
+    files, _ = digit_files(50)
+    found = embed_values(files, read_encoder(run), quiet=True)
+    torch.testing.assert_close(found, expected(run, 50), rtol=0, atol=1e-5)
+    with pytest.raises(DataError, match="1 of 51 rows are invalid"):
+        embed_values([*files, b"broken"], read_encoder(run), quiet=True)
+    assert connected == []
+
+
+def test_large_sets_gpus_and_clusters_need_ray(
+    connected: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect_unless_small(MAX_BYTES)
+    assert connected == []
+    connect_unless_small(MAX_BYTES + 1)
+    connect_unless_small(1, gpu=True)
+    connect_unless_small(1, address="10.0.0.1:6379")
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    connect_unless_small(1)
+    assert connected == [None, None, "10.0.0.1:6379", None]
