@@ -20,7 +20,10 @@ from raycl.training.data_set import ROLES
 
 app = typer.Typer(help="Prepare data once for many runs.", add_completion=False)
 Data = Annotated[
-    str, typer.Option(help="File (parquet, Arrow, tar, CSV, JSONL), folder of them, or folder of images.")
+    str,
+    typer.Option(
+        help="File (parquet, Arrow, tar, CSV, JSONL), folder of them, table (Delta, Iceberg, Lance), or folder of images."
+    ),
 ]
 Output = Annotated[str, typer.Option(help="Output address; must not exist.")]
 

@@ -85,6 +85,31 @@ class Place:
         filesystem, path = _open_filesystem(self.root)
         return filesystem, f"{path.rstrip('/')}/{self.path}" if self.path else path
 
+    def for_object_store(self) -> tuple[str, dict[str, str]]:
+        """Return the address without options, and these for libraries that read S3 by the crate ``object_store``."""
+        if self.is_local:
+            return self.resolve()[1], {}
+        filesystem = self.resolve()[0]
+        _, (given,) = filesystem.__reduce__()
+        endpoint = given["endpoint_override"] or os.environ.get("AWS_ENDPOINT_URL", "")
+        if endpoint and "://" not in endpoint:
+            endpoint = f"{given['scheme']}://{endpoint}"
+        # Each library has its own names. The waits between retries hardly grow, so only the time is limited.
+        wait_s = f"{sum(backoff_s()):.0f}"
+        options = {
+            "aws_region": given["region"],
+            "max_retries": "1000",
+            "retry_timeout": f"{wait_s}s",
+            "client_max_retries": "1000",
+            "client_retry_timeout": wait_s,
+        }
+        if endpoint:
+            options |= {
+                "aws_endpoint": endpoint,
+                "aws_allow_http": str(endpoint.startswith("http://")).lower(),
+            }
+        return Place(self._split()[0], self.path).uri, options
+
     def exists(self) -> bool:
         """Whether a file or folder exists."""
         return self._info().type != fs.FileType.NotFound

@@ -1,7 +1,11 @@
-"""CSV, JSONL, Arrow and tars: the same rows as in parquet, and broken files in one line."""
+"""CSV, JSONL, Arrow, tars, Delta, Iceberg and Lance: the same rows as in parquet, and broken files in one line."""
 
 import gzip
+import json
+import shutil
+import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +13,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from deltalake import DeltaTable, write_deltalake
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
+from pyiceberg.table import StaticTable, Table
+from pyiceberg.typedef import Record
+from pyiceberg.types import LongType
 
 from raycl.data.codecs import Formats
 from raycl.data.columns import ColumnNames
@@ -23,7 +32,7 @@ from raycl.data.sources import Source, check_exists, find_source
 from raycl.data.texts import TextFormat, TextsFormat
 from raycl.data.weights import WeightFormat
 from raycl.doctor.data import _describe, _find, sample_rows
-from raycl.errors import DataError
+from raycl.errors import DataError, StorageError
 from raycl.inference.reading import read_pairs
 from raycl.preparation import gather_texts, pack_rows
 from raycl.recipes import recipe
@@ -33,7 +42,7 @@ from raycl.training.transforms import build_formats
 from tests.conftest import BUCKET
 from tests.images import digit_files
 from tests.pairs import vocabulary
-from tests.table_files import Rows, write_rows
+from tests.table_files import IcebergFolder, Rows, write_parts, write_rows
 from tests.texts import invented_texts
 
 TEXTS = ColumnNames(image=None, text="text")
@@ -41,7 +50,10 @@ PAIRS = ColumnNames(image=None, query="query", document="document")
 WEIGHTED = ColumnNames(image=None, query="query", document="document", weight="w")
 ODD = ['with, a comma and "quotes"', "of two\nlines", "Größe 日本", "007", "2024-01-01", "NA", " ", "", None]
 CSV, TSV, LINES = ("csv", "csv.gz"), ("tsv", "tsv.gz"), ("jsonl", "ndjson", "jsonl.gz", "ndjson.gz")
-WITH_IMAGES = ("arrow", "feather", "tar", "tar.gz", "tgz")
+FILES_WITH_IMAGES = ("arrow", "feather", "tar", "tar.gz", "tgz")
+TABLES = ("delta", "iceberg", "lance")
+WITH_IMAGES = (*FILES_WITH_IMAGES, *TABLES)
+INSTALLED = [each for each in WITH_IMAGES if each != "lance" or find_spec("lance")]
 
 
 def texts(num_rows: int = 60) -> list[str | None]:
@@ -122,6 +134,7 @@ def small_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr("raycl.data.sources.ROWS_PER_FRAGMENT", request.param)
         monkeypatch.setattr("raycl.data.tables.BATCH_ROWS", 3)
         monkeypatch.setattr("raycl.data.tar_tables.BATCH_ROWS", 4)
+        monkeypatch.setattr("raycl.data.lance_tables.BATCH_ROWS", 4)
         monkeypatch.setattr("raycl.data.json_tables.BLOCK_BYTES", 200)
         monkeypatch.setattr("raycl.data.csv_tables._BLOCK_BYTES", 600)
 
@@ -130,15 +143,14 @@ def small_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.usefixtures("small_parts")
 def test_rows_are_the_same_as_in_parquet(ending: str, tmp_path: Path) -> None:
     rows = pairs()
-    for name, part in (("a", rows[:41]), ("b", rows[41:])):
-        write_rows(tmp_path / "parquet" / f"{name}.parquet", part)
-        write_rows(tmp_path / "other" / f"{name}.{ending}", part)
+    place, parts = write_parts(tmp_path / "other", ending, [rows[:41], rows[41:]])
+    parquet, _ = write_parts(tmp_path / "parquet", "parquet", parts)
     for columns in (PAIRS, WEIGHTED):
-        found, expected = (find_source(str(tmp_path / name), columns) for name in ("other", "parquet"))
+        found, expected = (find_source(str(each), columns) for each in (place, parquet))
         assert found.num_rows == 60
         assert_same(found, expected)
-    one = find_source(str(tmp_path / "other" / f"a.{ending}"), PAIRS)
-    assert one.num_rows == 41
+    one = find_source(str(write_rows(tmp_path / f"a.{ending}", parts[0])), PAIRS)
+    assert one.num_rows == len(parts[0])
     assert fingerprint(decoded(one)) == fingerprint(
         decoded(find_source(str(tmp_path / "parquet/a.parquet"), PAIRS))
     )
@@ -174,14 +186,13 @@ def images(num_rows: int = 40) -> Rows:
 def test_images_and_captions_are_the_same_as_in_parquet(
     ending: str, caption: str | None, tmp_path: Path
 ) -> None:
-    for name, part in (("a", images()[:23]), ("b", images()[23:])):
-        write_rows(tmp_path / "parquet" / f"{name}.parquet", part)
-        write_rows(tmp_path / "other" / f"{name}.{ending}", part)
-    (tmp_path / "other" / "labels.csv").write_text("file,label")
+    place, parts = write_parts(tmp_path / "other", ending, [images()[:23], images()[23:]])
+    parquet, _ = write_parts(tmp_path / "parquet", "parquet", parts)
+    (place / "labels.csv").write_text("file,label")
     columns = ColumnNames(caption=caption)
     if caption:
-        (tmp_path / "other" / "labels.csv").unlink()
-    found, expected = (find_source(str(tmp_path / name), columns) for name in ("other", "parquet"))
+        (place / "labels.csv").unlink()
+    found, expected = (find_source(str(each), columns) for each in (place, parquet))
     assert found.classes == tuple(f"class {number}" for number in range(10))
     assert decoded(found).num_rows == 40 - 2 - (caption is not None)
     assert_same(found, expected)
@@ -264,7 +275,9 @@ def test_the_files_of_a_pattern_have_the_rows_and_ids_of_a_folder_of_them(
 def test_a_file_on_s3_has_the_same_rows(ending: str, tmp_path: Path, s3_server: str) -> None:
     file = write_rows(tmp_path / f"images.{ending}", images())
     place = Place(f"s3://{BUCKET}/{tmp_path.name}") / file.name
-    place.write_bytes(file.read_bytes())
+    for each in [file, *file.rglob("*")]:
+        if each.is_file():
+            Place(str(place) + str(each).removeprefix(str(file))).write_bytes(each.read_bytes())
     columns = ColumnNames(caption="caption")
     found, expected = (find_source(uri, columns) for uri in (place.uri, str(file)))
     assert (found.num_rows, read(found)) == (40, read(expected))
@@ -276,7 +289,7 @@ def test_a_file_on_s3_has_the_same_rows(ending: str, tmp_path: Path, s3_server: 
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data(), ending=st.sampled_from(WITH_IMAGES), num_rows=st.integers(1, 30))
+@given(data=st.data(), ending=st.sampled_from(INSTALLED), num_rows=st.integers(1, 30))
 def test_any_range_of_rows_is_the_same_as_in_parquet(
     data: st.DataObject, ending: str, num_rows: int, tmp_path: Path
 ) -> None:
@@ -305,7 +318,7 @@ def test_a_file_that_was_cut_off_anywhere_is_refused_in_one_line(ending: str, tm
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("ending", ["jsonl.gz", "arrow", "feather", "tar", "tgz"])
+@pytest.mark.parametrize("ending", ["jsonl.gz", "arrow", "feather", "tar", "tgz", *TABLES])
 @pytest.mark.usefixtures("small_parts")
 def test_lists_are_the_same_as_in_parquet(ending: str, tmp_path: Path) -> None:
     rows = [
@@ -474,7 +487,7 @@ def test_empty_parts_of_jsonl_have_no_rows(tmp_path: Path) -> None:
     assert read(find_source(str(tmp_path), TEXTS))["text"] == [b"b"]
 
 
-@pytest.mark.parametrize("ending", ["csv", "jsonl.gz", "arrow", "tar"])
+@pytest.mark.parametrize("ending", ["csv", "jsonl.gz", "arrow", "tar", *TABLES])
 @pytest.mark.usefixtures("small_parts")
 def test_a_row_is_found_by_its_number(ending: str, tmp_path: Path) -> None:
     rows = [{"text": text} for text in invented_texts(30)]
@@ -484,7 +497,7 @@ def test_a_row_is_found_by_its_number(ending: str, tmp_path: Path) -> None:
         fragment = source.fragments[int(np.searchsorted(firsts, row, side="right")) - 1]
         (found,) = source.read(_one_row(fragment, row - fragment.first_id))
         assert (found.sample_id.tolist(), found.values["text"]) == ([row], [rows[row]["text"].encode()])
-        assert found.where == [f"rows.{ending} row {row}"]
+        assert found.where == [f"{fragment.place.name} row {row}"]
 
 
 @pytest.mark.parametrize("ending", ["csv", "jsonl", "arrow", "feather", "tar"])
@@ -512,7 +525,7 @@ def test_packed_rows_are_the_same_and_so_are_their_ids(ending: str, tmp_path: Pa
         pack_rows(str(tmp_path / "rows.parquet"), str(tmp_path / "again.parquet"), columns=WEIGHTED)
 
 
-@pytest.mark.parametrize("ending", ["csv", "jsonl.gz", "arrow", "tar"])
+@pytest.mark.parametrize("ending", ["csv", "jsonl.gz", "arrow", "tar", *TABLES])
 def test_the_doctor_and_commands_on_trained_runs_read_the_same_rows(ending: str, tmp_path: Path) -> None:
     rows = pairs()
     file, parquet = (str(write_rows(tmp_path / f"pairs.{each}", rows)) for each in (ending, "parquet"))
@@ -521,14 +534,17 @@ def test_the_doctor_and_commands_on_trained_runs_read_the_same_rows(ending: str,
     sample = sample_rows(source, source.fragments[0], formats, 40)
     invalid = [row for row in sample.rows if row.error is not None]
     assert (len(sample.rows), len(invalid)) == (40, 3)
-    assert (invalid[0].where, invalid[0].error) == (f"pairs.{ending} row 6", "empty text")
-    assert f"60 rows with labels, pairs, {source.kind} in 1 fragment" in _describe(source, config)
+    assert (invalid[0].where, invalid[0].error) == (f"{source.fragments[0].place.name} row 6", "empty text")
+    described = _describe(source, config)
+    assert (
+        f"60 rows with labels, pairs, {source.kind} in 1 fragment" in described and ", 0 B" not in described
+    )
     found, expected = (read_pairs(each, PAIRS) for each in (file, parquet))
     assert (found.by_role, found.label.tolist()) == (expected.by_role, expected.label.tolist())
     assert found.num_invalid == expected.num_invalid == 6
 
 
-@pytest.mark.parametrize("ending", ["parquet", "csv", "jsonl.gz", "arrow", "tar.gz"])
+@pytest.mark.parametrize("ending", ["parquet", "csv", "jsonl.gz", "arrow", "tar.gz", *TABLES])
 def test_equivalent_texts_are_gathered_from_each_format(ending: str, tmp_path: Path) -> None:
     rows = [{"text": f"t{row}", "about": ["x", "y", None][row % 3]} for row in range(9)]
     write_rows(tmp_path / f"rows.{ending}", rows)
@@ -537,3 +553,274 @@ def test_equivalent_texts_are_gathered_from_each_format(ending: str, tmp_path: P
         ["t0", "t3", "t6"],
         ["t1", "t4", "t7"],
     ]
+
+
+@pytest.mark.parametrize("ending", TABLES)
+def test_a_source_keeps_the_version_that_it_found_and_another_version_is_noticed(
+    ending: str, tmp_path: Path
+) -> None:
+    rows = [{"text": text, "label": 0} for text in invented_texts(30)]
+    place = write_rows(tmp_path / f"rows.{ending}", rows)
+    source = find_source(str(place), TEXTS)
+    before, table = read(source), pa.Table.from_pylist([{"text": "changed", "label": 0}])
+    if ending == "delta":
+        DeltaTable(place).delete(f"text = '{rows[0]['text']}'")
+        write_deltalake(place, table, mode="append")
+    elif ending == "iceberg":
+        iceberg = open_table(place)
+        iceberg.delete(f"text = '{rows[0]['text']}'")
+        iceberg.append(table)
+    else:
+        import lance
+
+        lance.dataset(place).delete(f"text = '{rows[0]['text']}'")
+        lance.write_dataset(table, place, mode="append")
+    newest = find_source(str(place), TEXTS)
+    assert read(source) == before
+    assert sorted(read(newest)["text"]) == sorted([*before["text"][1:], b"changed"])
+    assert newest.num_rows == source.num_rows == 30
+    assert fingerprint(decoded(newest)) != fingerprint(decoded(source))
+
+
+def open_table(place: Path) -> Table:
+    """Return an Iceberg table as of its newest metadata."""
+    newest = max((place / "metadata").glob("*.metadata.json"))
+    found = StaticTable.from_metadata(f"file://{newest}")
+    return Table(("rows",), found.metadata, found.metadata_location, found.io, IcebergFolder("tests"))
+
+
+def test_the_files_of_a_delta_table_have_the_names_in_its_log(tmp_path: Path) -> None:
+    rows = [{"text": f"t{row}", "day": day} for row, day in enumerate(["1 May", "100%", "a/b", "ä"])]
+    place = tmp_path / "by day"
+    write_deltalake(place, pa.Table.from_pylist(rows), partition_by=["day"])
+    assert sorted(read(find_source(str(place), TEXTS))["text"]) == [b"t0", b"t1", b"t2", b"t3"]
+    with pytest.raises(DataError, match="by day is partitioned by 'day', .*data.columns.text=NAME") as caught:
+        find_source(str(place), ColumnNames(image=None, text="day"))
+    assert "\n" not in str(caught.value)
+    DeltaTable(place).create_checkpoint()
+    (place / "_delta_log" / f"{0:020}.json").unlink()
+    assert find_source(str(place), TEXTS).num_rows == 4
+
+
+def commit(place: Path, feature: str, *, settings: dict[str, str] | None = None, **changes: Any) -> None:
+    """Add a version to a Delta table in which a feature is used, and its file is described otherwise."""
+    log = place / "_delta_log"
+    lines = [json.loads(line) for line in (log / f"{0:020}.json").read_text().splitlines()]
+    found = {name: value for line in lines for name, value in line.items()}
+    features = {"readerFeatures": [feature], "writerFeatures": [feature]}
+    actions = [{"protocol": {"minReaderVersion": 3, "minWriterVersion": 7, **features}}]
+    actions.append({"metaData": found["metaData"] | {"configuration": settings or {}}})
+    if changes:
+        actions.append({"remove": {"path": found["add"]["path"], "deletionTimestamp": 1, "dataChange": True}})
+        actions.append({"add": found["add"] | changes})
+    (log / f"{1:020}.json").write_text("\n".join(map(json.dumps, actions)))
+
+
+# Rows 3, 4, 7, 11, 18 and 29, as in the documentation of the format.
+VECTOR = {"storageType": "i", "pathOrInlineDv": "^Bg9^0rr910000000000iXQKl0rr91000f55c8Xg0@@D72lkbi5=-{L", "sizeInBytes": 44, "cardinality": 6}  # fmt: skip
+
+
+def test_a_delta_table_whose_files_would_be_read_wrongly_is_refused_in_one_line(tmp_path: Path) -> None:
+    def refused(name: str, *given: Any, **changes: Any) -> str:
+        place = write_rows(tmp_path / f"{name}.delta", [{"text": f"t{row}"} for row in range(40)])
+        if given:
+            commit(place, *given, **changes)
+        else:
+            (place / "_delta_log" / f"{0:020}.json").write_text("{broken")
+        with pytest.raises(DataError, match=f"{name}.delta") as caught:
+            find_source(str(place), TEXTS)
+        assert "\n" not in str(caught.value) and "\x1b" not in str(caught.value)
+        return str(caught.value)
+
+    assert "deletion vectors, whose files still hold deleted rows; rewrite" in refused(
+        "rows", "deletionVectors", deletionVector=VECTOR
+    )
+    lost = {"storageType": "u", "pathOrInlineDv": "ab^-aqEH.-t@S}K{vb[*k^", "offset": 4, "sizeInBytes": 40, "cardinality": 6}  # fmt: skip
+    assert "cannot read the deletion vectors" in refused("lost", "deletionVectors", deletionVector=lost)
+    assert "is a Delta table with variantType, which raycl does not read" in refused("other", "variantType")
+    assert "a file elsewhere, s3://other/a.parquet; copy it" in refused(
+        "clone", "v2Checkpoint", path="s3://other/a.parquet"
+    )
+    assert "cannot read" in refused("unknown", "fromTheFuture")
+    assert "restore its folder _delta_log" in refused("broken")
+    physical = {"delta.columnMapping.id": 1, "delta.columnMapping.physicalName": "col-1"}
+    place = write_rows(tmp_path / "mapped.delta", [{"text": "a"}])
+    commit(place, "columnMapping", settings={"delta.columnMapping.mode": "name"})
+    log = place / "_delta_log" / f"{1:020}.json"
+    log.write_text(
+        log.read_text().replace(
+            '\\"metadata\\":{}', json.dumps({"metadata": physical}).replace('"', '\\"')[1:-1]
+        )
+    )
+    with pytest.raises(
+        DataError, match="with column mapping, whose files name the columns otherwise; copy it"
+    ):
+        find_source(str(place), TEXTS)
+    place = write_rows(tmp_path / "unused.delta", [{"text": "a"}])
+    commit(place, "deletionVectors")
+    assert find_source(str(place), TEXTS).num_rows == 1
+
+
+def test_columns_of_an_iceberg_table_are_those_of_the_same_id(tmp_path: Path) -> None:
+    rows = [{"text": "new", "old": "old", "label": 1, "n": 2}]
+    place = write_rows(tmp_path / "rows.iceberg", rows)
+    with open_table(place).update_schema() as update:
+        update.rename_column("text", "spare").rename_column("old", "text")
+    with pytest.raises(
+        DataError, match=r"00000.*parquet .* other columns of the names 'text'; rewrite"
+    ) as caught:
+        find_source(str(place), TEXTS)
+    assert "\n" not in str(caught.value)
+    open_table(place).append(pa.table({"spare": ["s"], "text": ["t"], "label": [1], "n": [2]}))
+    with pytest.raises(DataError, match="other columns of the names 'text'"):
+        find_source(str(place), TEXTS)
+    first = sorted((place / "metadata").glob("*.metadata.json"))[1]
+    pinned = find_source(str(first), TEXTS)
+    assert (pinned.uri, pinned.kind, read(pinned)["text"]) == (str(first), "iceberg", [b"new"])
+    place = write_rows(tmp_path / "added.iceberg", [{"text": "a"}])
+    with open_table(place).update_schema() as update:
+        update.add_column("label", LongType())
+        update.add_column("unused", LongType())
+    with pytest.raises(DataError, match="other columns of the names 'label'"):
+        find_source(str(place), TEXTS)
+    place = write_rows(tmp_path / "unused.iceberg", [{"text": "a", "n": 1}])
+    with open_table(place).update_schema() as update:
+        update.rename_column("n", "m")
+    assert find_source(str(place), TEXTS).num_rows == 1
+
+
+def test_files_that_were_added_to_an_iceberg_table_are_read_by_its_mapping_of_names(tmp_path: Path) -> None:
+    place = tmp_path / "rows.iceberg"
+    table = IcebergFolder("tests").create(place, pa.schema([("text", pa.string()), ("n", pa.int64())]))
+    write_rows(place / "data" / "a.parquet", [{"text": "a", "n": 1}])
+    table.add_files([f"file://{place}/data/a.parquet"])
+    assert read(find_source(str(place), TEXTS))["text"] == [b"a"]
+    with open_table(place).update_schema() as update:
+        update.rename_column("text", "spare")
+    with pytest.raises(DataError, match="a.parquet was written when .* other columns of the names 'spare'"):
+        find_source(str(place), ColumnNames(image=None, text="spare"))
+
+
+def test_the_newest_metadata_of_an_iceberg_table_are_found(tmp_path: Path) -> None:
+    place = write_rows(tmp_path / "rows.iceberg", [{"text": "a"}])
+    folder = place / "metadata"
+    old, new = sorted(folder.glob("*.metadata.json"))
+    for address in (place, folder, new):
+        assert find_source(str(address), TEXTS).num_rows == 1
+    with pytest.raises(DataError, match="holds no rows"):
+        find_source(str(old), TEXTS)
+    (folder / "version-hint.text").write_text("0\n")  # as an old one
+    assert find_source(str(place), TEXTS).num_rows == 1
+    other = folder / new.name.replace("00001-", "00001-f")
+    shutil.copy(new, other)
+    with pytest.raises(DataError, match="2 files with the highest number, .*; give the one that") as caught:
+        find_source(str(place), TEXTS)
+    assert new.name in str(caught.value) and other.name in str(caught.value)
+    for hint in (new.name, new.name.removesuffix(".metadata.json")):
+        (folder / "version-hint.text").write_text(hint)
+        assert find_source(str(place), TEXTS).num_rows == 1
+    for each in (old, other, folder / "version-hint.text"):
+        each.unlink()
+    (folder / "v2.gz.metadata.json").write_bytes(gzip.compress(new.read_bytes()))
+    assert find_source(str(place), TEXTS).num_rows == 1
+    # Properties of a table may name a class that pyiceberg would import to read files.
+    named = json.loads(new.read_text()) | {"properties": {"py-io-impl": "tests.no_such_module.FileIO"}}
+    (folder / "v3.metadata.json").write_text(json.dumps(named))
+    assert find_source(str(place), TEXTS).num_rows == 1
+    (folder / "v10.metadata.json").write_text("{broken")
+    with pytest.raises(DataError, match="cannot read .*v10.metadata.json of an Iceberg table") as caught:
+        find_source(str(place), TEXTS)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"content": DataFileContent.POSITION_DELETES}, "with delete files, beside data files that still hold deleted rows"),
+        ({"content": DataFileContent.EQUALITY_DELETES}, "with delete files"),
+        ({"file_format": FileFormat.ORC}, "with ORC files; write them as parquet"),
+        ({"file_path": "s3://other/a.parquet"}, "with a file elsewhere, s3://other/a.parquet; copy it"),
+        ({"file_path": "{}/../a.parquet"}, r"'../a.parquet' would lead out of"),
+    ],
+)  # fmt: skip
+def test_an_iceberg_table_with_other_files_than_its_parquet_is_refused_in_one_line(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    place = write_rows(tmp_path / "rows.iceberg", [{"text": "a"}])
+    table = open_table(place)
+    changes = {
+        name: value.format(table.location()) if name == "file_path" else value
+        for name, value in changes.items()
+    }
+    file = {"content": DataFileContent.DATA, "file_path": f"{table.location()}/data/b.parquet"} | changes
+    with table.transaction() as transaction, transaction.update_snapshot().fast_append() as append:
+        entry = {
+            "file_format": FileFormat.PARQUET,
+            "partition": Record(),
+            "record_count": 1,
+            "file_size_in_bytes": 1,
+        }
+        append.append_data_file(DataFile.from_args(**entry | file))
+    with pytest.raises((DataError, StorageError), match=message) as caught:
+        find_source(str(place), TEXTS)
+    assert "\n" not in str(caught.value)
+
+
+def test_images_with_metadata_beside_them_are_no_table(tmp_path: Path) -> None:
+    for name in ("images/1.png", "metadata/1.metadata.json", "1.metadata.json", "_versions/a"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    assert find_source(str(tmp_path)).kind == "folder"
+    shutil.rmtree(tmp_path / "metadata")
+    (tmp_path / "metadata").write_bytes(b"")
+    assert find_source(str(tmp_path)).kind == "folder"
+
+
+@pytest.mark.parametrize("ending", TABLES)
+def test_a_table_that_cannot_be_read_is_refused_in_one_line(
+    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = write_rows(tmp_path / f"rows.{ending}", [{"text": "a"}])
+    with pytest.raises(DataError, match="has no column 'title'; it has text: name the right one with --set"):
+        find_source(str(place), ColumnNames(image=None, text="title"))
+    module = {"delta": "deltalake", "iceberg": "pyiceberg.serializers", "lance": "lance"}[ending]
+    package = module.partition(".")[0]
+    with monkeypatch.context() as patch, pytest.raises(DataError) as caught:
+        patch.setitem(sys.modules, module, None)
+        find_source(str(place), TEXTS)
+    assert (
+        f"needs the module {package}, and that is not installed here; pip install 'raycl[{ending}]'"
+        in str(caught.value)
+    )
+    for file in place.rglob("*"):
+        if file.suffix in (".parquet", ".lance"):
+            file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises((DataError, StorageError), match=f"rows.{ending}") as caught:
+        read(find_source(str(place), TEXTS))
+    assert "\n" not in str(caught.value)
+    for file in place.rglob("*"):
+        if file.suffix in (".avro", ".manifest", ".json"):
+            file.unlink() if file.suffix == ".avro" else file.write_bytes(b"")
+    with pytest.raises((DataError, StorageError), match=f"rows.{ending}") as caught:
+        find_source(str(place), TEXTS)
+    assert "\n" not in str(caught.value) and ".rs:" not in str(caught.value)
+
+
+@pytest.mark.skipif(not find_spec("lance"), reason="pylance is not installed")
+@pytest.mark.usefixtures("small_parts")
+def test_blobs_and_deleted_rows_of_a_lance_table_are_read_as_they_are(tmp_path: Path) -> None:
+    import lance
+
+    rows = images()
+    kept = [row for number, row in enumerate(rows) if number % 3]
+    table = pa.Table.from_pylist([{**row, "number": number} for number, row in enumerate(rows)])
+    expected = find_source(str(write_rows(tmp_path / "rows.parquet", kept)), ColumnNames(caption="caption"))
+    blob = pa.field("image", pa.large_binary(), metadata={"lance-encoding:blob": "true"})
+    for version, field in (("2.1", blob), ("2.2", lance.blob_field("image"))):
+        place = tmp_path / f"{version}.lance"
+        column = table["image"].combine_chunks().cast(pa.large_binary())
+        if version == "2.2":
+            column = lance.blob_array(column.to_pylist())
+        lance.write_dataset(table.set_column(0, field, column), place, data_storage_version=version)
+        lance.dataset(place).delete("number % 3 = 0")
+        assert_same(find_source(str(place), ColumnNames(caption="caption")), expected)

@@ -90,8 +90,8 @@ def train(
     data: Annotated[
         list[str],
         typer.Option(
-            help="File (parquet, Arrow, tar, CSV, JSONL), folder of them, or folder of images; local or s3://. May be "
-            "repeated: each batch has rows of one data set."
+            help="File (parquet, Arrow, tar, CSV, JSONL), folder of them, table (Delta, Iceberg, Lance), or folder of "
+            "images; local or s3://. May be repeated: each batch has rows of one data set."
         ),
     ],
     output: Annotated[str, typer.Option(help="Folder of the run; local or s3://.")],

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any, final
@@ -14,10 +14,13 @@ from numpy.typing import NDArray
 from raycl.data.arrow_tables import ArrowTables, unread_files
 from raycl.data.columns import ColumnNames, is_list, is_text
 from raycl.data.csv_tables import CsvTables
+from raycl.data.delta_tables import LOG, delta_files
+from raycl.data.iceberg_tables import find_metadata, open_iceberg
 from raycl.data.ids import content_ids, stable_ids
 from raycl.data.images import EXTENSIONS, is_image_struct, read_image, struct_images
 from raycl.data.json_tables import JsonTables
 from raycl.data.labels import NO_LABEL, are_numbers, class_names, label_numbers, names_of_integers
+from raycl.data.lance_tables import LanceTables, is_lance, lance_fragments
 from raycl.data.parquet_tables import ParquetTables
 from raycl.data.patterns import expand, folder_of, is_pattern
 from raycl.data.tables import TableFile, TableFormat
@@ -28,8 +31,12 @@ from raycl.storage import Place, absolute
 
 ROWS_PER_FRAGMENT = 2_048
 _PARQUET = ParquetTables()
+_LANCE = LanceTables()
+_READERS: tuple[TableFormat, ...] = (_PARQUET, CsvTables(), JsonTables(), ArrowTables(), TarTables(), _LANCE)
 _FORMATS: dict[str, TableFormat] = {
-    each.name: each for each in (_PARQUET, CsvTables(), JsonTables(), ArrowTables(), TarTables())
+    **{each.name: each for each in _READERS},
+    "delta": _PARQUET,  # a log beside parquet files
+    "iceberg": _PARQUET,
 }
 FORMATS = "parquet, CSV, JSONL, Arrow, tar"
 
@@ -194,7 +201,7 @@ class Source:
 
 
 def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
-    """Find the source at ``uri``: a file of rows in one of the formats, a folder or a pattern of them, or a folder of image files.
+    """Find the source at ``uri``: a file of rows in one of the formats, a folder or a pattern of them, a table or a folder of images.
 
     Raises ``DataError`` if nothing is there, a column is missing or a file is broken, ``StorageError`` if the storage
     cannot be reached.
@@ -204,6 +211,8 @@ def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
     if is_pattern(uri):
         return _pattern_source(uri, columns)
     place = existing(uri)
+    if table := _versioned_table(place, columns):
+        return table
     if not place.is_folder():
         return _table_source(uri, [""], columns, _format_of(place.name) or _PARQUET)
     files = [path for path, _ in place.files()]
@@ -253,13 +262,31 @@ def existing(uri: str) -> Place:
     place = Place(uri)
     if not place.exists():
         raise DataError(
-            f"there is nothing at {uri}; give a file ({FORMATS}), a folder of them or a folder of images"
+            f"there is nothing at {uri}; give a file ({FORMATS}), a folder of them, a table (Delta, Iceberg, "
+            "Lance) or a folder of images"
         )
     return place
 
 
 def _format_of(name: str) -> TableFormat | None:
     return next((each for each in _FORMATS.values() if name.lower().endswith(each.endings)), None)
+
+
+def _versioned_table(place: Place, columns: ColumnNames) -> Source | None:
+    """Return the newest version of a Delta, Iceberg or Lance table; None for another place."""
+    entries = place.entries() if place.is_folder() else {}
+    if LOG in entries:
+        files, columns = delta_files(place, columns)
+        return _table_source(place.uri, files, columns, _PARQUET, kind="delta")
+    if is_lance(place, entries):
+        return _table_source(place.uri, lance_fragments(place), columns, _LANCE)
+    if metadata := find_metadata(place, entries):
+        table = open_iceberg(metadata, columns)
+        found = _table_source(
+            table.place.uri, table.files, table.columns, _PARQUET, kind="iceberg", check=table.check
+        )
+        return replace(found, uri=place.uri)
+    return None
 
 
 def _pattern_source(uri: str, columns: ColumnNames) -> Source:
@@ -317,11 +344,22 @@ def _class_folders(paths: list[str]) -> tuple[str, ...] | None:
     return tuple(classes) if len(classes) > 1 else None
 
 
-def _table_source(uri: str, files: list[str], columns: ColumnNames, reader: TableFormat) -> Source:
+def _table_source(
+    uri: str,
+    files: list[str],
+    columns: ColumnNames,
+    reader: TableFormat,
+    *,
+    kind: str | None = None,
+    check: Callable[[Place, pa.Schema], None] | None = None,
+) -> Source:
     root = Place(folder_of(uri))
     places = [root / file if file else root for file in files]
     with ThreadPoolExecutor(8) as pool:
         tables = list(pool.map(lambda place: reader.inspect(place, columns), places))
+    if check is not None:
+        for place, table in zip(places, tables, strict=True):
+            check(place, table.schema)
     # A file without rows may have no columns either.
     found = [
         (file, place, table)
@@ -353,7 +391,7 @@ def _table_source(uri: str, files: list[str], columns: ColumnNames, reader: Tabl
         names = names_of_integers(found[0][2].schema, columns.label)
     return Source(
         uri=uri,
-        kind=reader.name,
+        kind=kind or reader.name,
         fragments=tuple(fragments),
         columns=columns,
         classes=classes,

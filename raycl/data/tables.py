@@ -1,10 +1,11 @@
 """The formats of files of rows: the methods of each, and common parts of reading text."""
 
 import contextlib
+import importlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
 import pyarrow as pa
 
@@ -83,6 +84,21 @@ def reading(
             raise place.failure("read", error) from error
         remedy = remedy if isinstance(error, pa.ArrowException) else "write the file again"
         raise DataError(f"cannot read {place} as {name}: {cause(error)}; {remedy}") from error
+
+
+def library(module: str, place: Place, what: str, *, extra: str | None = None) -> Any:
+    """Return the module of an optional package; raises ``DataError`` if it is not installed.
+
+    ``extra`` installs it, by default one of the same name.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise DataError(
+            f"{place} is {what}, which needs the module {package}, and that is not installed here; "
+            f"pip install 'raycl[{extra or package}]'"
+        ) from error
 
 
 @contextlib.contextmanager

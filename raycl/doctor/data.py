@@ -158,13 +158,15 @@ def _describe(source: Source, config: RunConfig) -> str:
 
 def _file_bytes(source: Source) -> int:
     """Return the size of the source's files, with all of their columns."""
-    if is_pattern(source.uri):
+    uri = source.fragments[0].uri  # of an Iceberg table, its folder
+    if is_pattern(uri):
         return sum(_size(place) for place in {fragment.place for fragment in source.fragments})
-    place = Place(source.uri)
+    place = Place(uri)
     if not place.is_folder():
         return _size(place)
     used = {path for fragment in source.fragments for path in fragment.paths or (fragment.file,)}
-    return sum(num_bytes for path, num_bytes in place.files() if path in used)
+    # A fragment of Lance has several files; those of earlier versions are counted too.
+    return sum(num_bytes for path, num_bytes in place.files() if path in used or source.kind == "lance")
 
 
 def _size(place: Place) -> int:

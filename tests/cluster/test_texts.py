@@ -187,8 +187,11 @@ def test_a_run_that_loses_a_worker_equals_an_uninterrupted_run(
 
 
 @pytest.mark.drill
-def test_a_run_on_csv_that_loses_a_worker_equals_a_run_on_parquet(click_log: Path, tmp_path: Path) -> None:
-    data = write_rows(tmp_path / "clicks.csv", pq.read_table(click_log).to_pylist())
+@pytest.mark.parametrize("ending", ["csv", "delta", "iceberg", "lance"])
+def test_a_run_that_loses_a_worker_equals_a_run_on_parquet(
+    ending: str, click_log: Path, tmp_path: Path
+) -> None:
+    data = write_rows(tmp_path / f"clicks.{ending}", pq.read_table(click_log).to_pylist())
     settings: dict[str, Any] = {
         "encoder.name": "tests.cluster.networks:words",
         "encoder.kwargs": {"dim": 16, "die_at": 8, "marker": str(tmp_path / "died")},
@@ -203,7 +206,7 @@ def test_a_run_on_csv_that_loses_a_worker_equals_a_run_on_parquet(click_log: Pat
 
 
 @pytest.mark.drill
-def test_runs_on_a_saved_data_set_and_on_tars_equal_a_run_on_parquet(tmp_path: Path) -> None:
+def test_runs_on_a_saved_data_set_and_on_tars_and_a_table_equal_a_run_on_parquet(tmp_path: Path) -> None:
     table = pq.read_table(write_digits(tmp_path / "digits.parquet", 200))
     captions = [f"the digit {label}" for label in table["label"].to_pylist()]
     table = pa.table({"image": table["image"], "caption": captions})
@@ -212,6 +215,7 @@ def test_runs_on_a_saved_data_set_and_on_tars_equal_a_run_on_parquet(tmp_path: P
     for number, part in enumerate((table.slice(0, 100), table.slice(100))):
         for name, ending in (("parquet", "parquet"), ("tars", "tar")):
             write_rows(folders[name] / f"{number}.{ending}", part.to_pylist())
+    folders["lance"] = write_rows(tmp_path / "rows.lance", table.to_pylist())
     settings: dict[str, Any] = {
         "workers": 1,
         "data.channels": 1,

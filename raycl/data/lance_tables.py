@@ -1,0 +1,97 @@
+"""Lance tables: the fragments of the newest version."""
+
+import contextlib
+import re
+from collections.abc import Collection, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, final
+
+import pyarrow as pa
+
+from raycl.data.columns import ColumnNames
+from raycl.data.tables import BATCH_ROWS, TableFile, library
+from raycl.errors import DataError, first_line
+from raycl.storage import Place, check_plain
+
+_FOLDERS = {"_versions", "data"}
+_GROUP_ROWS = 1_024
+_ORIGIN = re.compile(r"(, )?/\S+\.rs:\d+:\d+")  # of an error, in Lance's own code
+
+
+@final
+class LanceTables:
+    """Lance: a place is a fragment of a version, which no longer changes. Any range of its rows is read alone."""
+
+    name = "lance"
+    endings = ()
+    holds_images = True
+
+    def inspect(self, place: Place, columns: ColumnNames) -> TableFile:
+        """Return the number of rows and the schema; reads no rows."""
+        with _reading(place):
+            fragment = _fragment(place)
+            check_plain(fragment.schema, str(place))
+            groups, rest = divmod(fragment.count_rows(), _GROUP_ROWS)
+            schema = fragment.scanner(blob_handling="all_binary").projected_schema
+            return TableFile(group_sizes=[_GROUP_ROWS] * groups + [rest], schema=schema)
+
+    def shared_types(self, schemas: Sequence[pa.Schema], *, where: str) -> None:
+        """Return None: the table has its own types."""
+
+    def read(
+        self, place: Place, names: Sequence[str], types: pa.Schema | None, *, start: int, stop: int
+    ) -> Iterator[tuple[int, pa.Table]]:
+        """Yield (position, rows) of a range."""
+        with _reading(place):
+            for batch in _batches(place, names, offset=start, limit=stop - start, batch_size=BATCH_ROWS):
+                yield start, pa.Table.from_batches([batch])
+                start += batch.num_rows
+
+    def column(self, place: Place, name: str, types: pa.Schema | None) -> pa.ChunkedArray:
+        """Return a column of all rows."""
+        with _reading(place):
+            return pa.chunked_array([batch[name] for batch in _batches(place, [name])])
+
+
+def is_lance(place: Place, entries: Collection[str]) -> bool:
+    """Whether a folder with these names is a Lance table."""
+    return bool(entries) and (place.name.endswith(".lance") or _FOLDERS.issubset(entries))
+
+
+def lance_fragments(place: Place) -> list[str]:
+    """Return the names of the fragments of the newest version, in their order."""
+    with _reading(place):
+        table = _open(place.uri)
+        return [f"version-{table.version}/fragment-{each.fragment_id}" for each in table.get_fragments()]
+
+
+@lru_cache(maxsize=8)  # the list of fragments is long, and each is read in many parts
+def _open_version(uri: str, version: int) -> Any:
+    return _open(uri, version)
+
+
+def _open(uri: str, version: int | None = None) -> Any:
+    place = Place(uri)
+    address, options = place.for_object_store()
+    return library("lance", place, "a Lance table").dataset(address, version=version, storage_options=options)
+
+
+def _fragment(place: Place) -> Any:
+    version, fragment = (int(part.rpartition("-")[2]) for part in place.path.split("/"))
+    return _open_version(place.root, version).get_fragment(fragment)
+
+
+def _batches(place: Place, names: Sequence[str], **options: int) -> Iterator[pa.RecordBatch]:
+    # Blobs come with their bytes, not as descriptions.
+    return _fragment(place).to_batches(columns=list(names), blob_handling="all_binary", **options)
+
+
+@contextlib.contextmanager
+def _reading(place: Place) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as error:
+        cause = _ORIGIN.sub("", first_line(error))
+        if isinstance(error, OSError) or "LanceError(IO)" in cause:
+            raise place.failure("read", OSError(cause)) from error
+        raise DataError(f"cannot read {place} as a Lance table: {cause}; write the table again") from error
