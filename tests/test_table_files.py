@@ -801,6 +801,17 @@ def test_a_table_that_cannot_be_read_is_refused_in_one_line(
     with pytest.raises((DataError, StorageError), match=f"rows.{ending}") as caught:
         read(find_source(str(place), TEXTS))
     assert "\n" not in str(caught.value)
+    if ending == "lance":
+        (manifest,) = place.rglob("*.manifest")
+        content = bytearray(manifest.read_bytes())
+        start = int.from_bytes(content[-16:-8], "little")
+        content[start : start + 4] = (2_000).to_bytes(4, "little")  # its length; Lance then panics
+        manifest.write_bytes(content)
+        with pytest.raises(
+            DataError, match="rows.lance as a Lance table: range end .*; write the table again"
+        ) as caught:
+            find_source(str(place), TEXTS)
+        assert "\n" not in str(caught.value)
     for file in place.rglob("*"):
         if file.suffix in (".avro", ".manifest", ".json"):
             file.unlink() if file.suffix == ".avro" else file.write_bytes(b"")

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from raycl.data.columns import ColumnNames
 from raycl.data.tables import BATCH_ROWS, TableFile, library
-from raycl.errors import DataError, first_line
+from raycl.errors import DataError, RayclError, first_line
 from raycl.storage import Place, check_plain
 
 _FOLDERS = {"_versions", "data"}
@@ -90,8 +90,13 @@ def _batches(place: Place, names: Sequence[str], **options: int) -> Iterator[pa.
 def _reading(place: Place) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, RuntimeError) as error:
+    except RayclError:
+        raise
+    except BaseException as error:
+        # A panic of Lance, as for a damaged file, is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         cause = _ORIGIN.sub("", first_line(error))
-        if isinstance(error, OSError) or "LanceError(IO)" in cause:
+        if isinstance(error, OSError) or ("LanceError(IO)" in cause and not place.is_local):
             raise place.failure("read", OSError(cause)) from error
         raise DataError(f"cannot read {place} as a Lance table: {cause}; write the table again") from error
