@@ -850,6 +850,27 @@ MUTATIONS = [
         "0",
         "tests/test_table_files.py",
     ),
+    Mutation(
+        "rows that a Delta table deleted by a vector are read",
+        "raycl/data/delta_tables.py",
+        "if _has_deletions(table, place):",
+        "if False:",
+        "tests/test_table_files.py",
+    ),
+    Mutation(
+        "a column of Iceberg is another one that had its name",
+        "raycl/data/iceberg_tables.py",
+        "if found != ids:",
+        "if False:",
+        "tests/test_table_files.py",
+    ),
+    Mutation(
+        "a task reads a later version of a Lance table than the run",
+        "raycl/data/lance_tables.py",
+        "return _open(uri, version)",
+        "return _open(uri)",
+        "tests/test_table_files.py",
+    ),
     # Stages, checkpoints, records
     Mutation(
         "the batch grows with the workers of a MIN:MAX range",
