@@ -821,6 +821,20 @@ def test_a_table_that_cannot_be_read_is_refused_in_one_line(
 
 
 @pytest.mark.skipif(not find_spec("lance"), reason="pylance is not installed")
+def test_a_lance_table_that_replaced_another_is_not_taken_for_it(tmp_path: Path) -> None:
+    place = tmp_path / "rows.lance"
+    old = find_source(str(write_rows(place, [{"text": "a"}, {"text": "b"}])), TEXTS)
+    assert read(old)["text"] == [b"a", b"b"]
+    new = find_source(str(write_rows(place, [{"text": "c"}, {"text": "d"}])), TEXTS)
+    assert read(new)["text"] == [b"c", b"d"]
+    with pytest.raises(
+        DataError, match="rows.lance/version-1/0-.* no longer exists; do not replace"
+    ) as caught:
+        read(old)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(not find_spec("lance"), reason="pylance is not installed")
 @pytest.mark.usefixtures("small_parts")
 def test_blobs_and_deleted_rows_of_a_lance_table_are_read_as_they_are(tmp_path: Path) -> None:
     import lance

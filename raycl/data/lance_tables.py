@@ -62,7 +62,9 @@ def lance_fragments(place: Place) -> list[str]:
     """Return the names of the fragments of the newest version, in their order."""
     with _reading(place):
         table = _open(place.uri)
-        return [f"version-{table.version}/fragment-{each.fragment_id}" for each in table.get_fragments()]
+        return [
+            f"version-{table.version}/{each.fragment_id}-{_file_of(each)}" for each in table.get_fragments()
+        ]
 
 
 @lru_cache(maxsize=8)  # the list of fragments is long, and each is read in many parts
@@ -77,8 +79,18 @@ def _open(uri: str, version: int | None = None) -> Any:
 
 
 def _fragment(place: Place) -> Any:
-    version, fragment = (int(part.rpartition("-")[2]) for part in place.path.split("/"))
-    return _open_version(place.root, version).get_fragment(fragment)
+    version, _, name = place.path.removeprefix("version-").partition("/")
+    number, _, file = name.partition("-")
+    for _ in range(2):
+        fragment = _open_version(place.root, int(version)).get_fragment(int(number))
+        if fragment is not None and _file_of(fragment) == file:
+            return fragment
+        _open_version.cache_clear()  # another table may have replaced the one that was opened
+    raise DataError(f"{place} no longer exists; do not replace a table during a run")
+
+
+def _file_of(fragment: Any) -> str:
+    return fragment.data_files()[0].path
 
 
 def _batches(place: Place, names: Sequence[str], **options: int) -> Iterator[pa.RecordBatch]:
