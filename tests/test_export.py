@@ -351,6 +351,32 @@ REFUSED: dict[str, tuple[Callable[[Path], str], dict[str, Any], str]] = {
         {},
         "the projection head has 2 layers, .* one at most; load it with raycl.load_encoder",
     ),
+    "texts to timm": (write_texts_run, {"to": "timm"}, "takes texts, which timm does not; use sentence_tr"),
+    "another norm in timm": (
+        partial(IMAGES, norm="group"),
+        {"to": "timm"},
+        "cannot export to timm: group normalization replaces resnet18's BatchNorm; load it with raycl.load_enc",
+    ),
+    "a deep head in timm": (
+        partial(write_images_run, name="vit_tiny", representation_dim=192, head=DEEP),
+        {"to": "timm"},
+        "cannot export to timm: .* 2 layers, and a network of timm one at most",
+    ),
+    "a small stem in timm": (
+        partial(write_images_run, name="resnet18"),
+        {"to": "timm"},
+        "cannot export to timm: timm has resnet18 with the stem for large images only; use --to torchvision",
+    ),
+    "a narrow network in timm": (
+        partial(IMAGES, width=0.5, representation_dim=256),
+        {"to": "timm"},
+        "timm has resnet18 at width 1 only, this one has 0.5; use --to torchvision",
+    ),
+    "the smallest network in timm": (
+        partial(write_images_run, name="resnet10", stem="standard"),
+        {"to": "timm"},
+        "timm has no resnet10 like this; use --to torchvision",
+    ),
     "no run": (str, {}, "found no encoder at"),
 }
 
@@ -400,4 +426,4 @@ def test_raycl_never_imports_the_target_package() -> None:
     assert raycl.export_encoder is export_encoder
     imported = {module.split(".")[0] for path in FILES for module in modules_imported_by(path)}
     assert "torch" in imported
-    assert "sentence_transformers" not in imported
+    assert not imported & {"sentence_transformers", "timm"}

@@ -15,8 +15,10 @@ from raycl.storage import Place, absolute
 
 def check_package(to: str | None) -> None:
     """Raise ``ConfigError`` unless encoders can be exported to the package."""
-    if to not in ("sentence_transformers", "torchvision", "onnx", None):
-        raise ConfigError(f"cannot export to {to!r}; there are sentence_transformers, torchvision and onnx")
+    if to not in ("sentence_transformers", "torchvision", "timm", "onnx", None):
+        raise ConfigError(
+            f"cannot export to {to!r}; there are sentence_transformers, torchvision, timm and onnx"
+        )
     missing = [each for each in ("onnx", "onnxscript") if to == "onnx" and find_spec(each) is None]
     if missing:
         raise ConfigError(

@@ -66,18 +66,14 @@ def torchvision_files(encoder: ImageEncoder) -> dict[str, bytes]:
     weights. Raises ``ConfigError`` for a network that is neither a ResNet nor a ViT, a norm other than
     BatchNorm, or a deeper head.
     """
-    spec, network, layers = encoder.spec, encoder.network, list[nn.Module]()
-    if spec.projection_head is not None:
-        network, head = network.children()
-        layers = list(head.children())
-    _check(spec, network)
+    spec = encoder.spec
+    network, layers = network_and_head(encoder, "torchvision")
     last = "heads.head" if isinstance(network, VisionTransformer) else "fc"
-    weights = dict(network.state_dict())
-    weights |= {f"{last}.{name}": value for layer in layers for name, value in layer.state_dict().items()}
+    weights = weights_of(network, layers, last)
     arguments = _arguments(network) | ({"num_classes": spec.representation_dim} if layers else {})
     name = "VisionTransformer" if isinstance(network, VisionTransformer) else spec.name
     file = io.BytesIO()
-    torch.save({name: value.detach().cpu() for name, value in weights.items()}, file)
+    torch.save(weights, file)
     files = {WEIGHTS: file.getvalue()}
     if not _fits(name, arguments, weights, last):
         return files | {MODEL: _source(spec, network, layers, arguments).encode()}
@@ -92,7 +88,30 @@ def torchvision_files(encoder: ImageEncoder) -> dict[str, bytes]:
     return files | {ARCHITECTURE: (json.dumps(architecture, indent=2) + "\n").encode()}
 
 
-def _check(spec: ImageEncoderSpec, network: nn.Module) -> None:
+def network_and_head(
+    encoder: ImageEncoder, package: str
+) -> tuple[ResNet | VisionTransformer, list[nn.Module]]:
+    """Return torchvision's network and the layers of the projection head, at most one.
+
+    Raises ``ConfigError``, which names the package to export to, unless the network is torchvision's.
+    """
+    network, layers = encoder.network, list[nn.Module]()
+    if encoder.spec.projection_head is not None:
+        network, head = network.children()
+        layers = list(head.children())
+    _check(encoder.spec, network, package)
+    assert isinstance(network, ResNet | VisionTransformer)
+    return network, layers
+
+
+def weights_of(network: nn.Module, layers: list[nn.Module], last: str) -> dict[str, Tensor]:
+    """Return the weights of a network, and those of its head under the name of the last layer."""
+    weights = dict(network.state_dict())
+    weights |= {f"{last}.{name}": value for layer in layers for name, value in layer.state_dict().items()}
+    return {name: value.detach().cpu() for name, value in weights.items()}
+
+
+def _check(spec: ImageEncoderSpec, network: nn.Module, package: str) -> None:
     """Raise ``ConfigError`` unless torchvision's parts can build the encoder."""
     num_layers = spec.projection_head.num_layers if spec.projection_head else 0
     cause = None
@@ -102,9 +121,9 @@ def _check(spec: ImageEncoderSpec, network: nn.Module) -> None:
         cause = f"{spec.norm} normalization replaces {spec.name}'s BatchNorm"
     # The state dict of a deeper head would look like its last layer.
     elif num_layers > 1:
-        cause = f"the projection head has {num_layers} layers, and a network of torchvision one at most"
+        cause = f"the projection head has {num_layers} layers, and a network of {package} one at most"
     if cause is not None:
-        raise ConfigError(f"cannot export to torchvision: {cause}; load it with raycl.load_encoder instead")
+        raise ConfigError(f"cannot export to {package}: {cause}; load it with raycl.load_encoder instead")
 
 
 def _source(
