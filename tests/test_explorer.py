@@ -662,6 +662,7 @@ def test_a_taken_port_and_a_missing_run_are_refused_in_one_line(
 ) -> None:
     status, out, err = run_raycl(monkeypatch, capsys, "explore", str(tmp_path / "none"))
     assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "none holds no run: there is no config.yaml; give the --output of a run" in err
     write_snapshots(write_run(tmp_path / "run"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
