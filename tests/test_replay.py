@@ -388,6 +388,19 @@ def test_rows_that_moved_are_found_by_data_and_other_rows_are_refused(run: Path,
         raycl.replay(changed, step=9, data=other)
 
 
+def test_integer_labels_have_the_names_that_the_data_give_them(run: Path, tmp_path: Path) -> None:
+    table = pq.read_table(run.parent / "digits.parquet")
+    names = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+    info = {"info": {"features": {"label": {"names": names, "_type": "ClassLabel"}}}}
+    named = tmp_path / "digits.parquet"
+    pq.write_table(table.replace_schema_metadata({"huggingface": json.dumps(info)}), named)
+    found = raycl.replay(run, step=9, data=named, html=tmp_path / "step.html")
+    for query in found.queries:
+        for sample in (query.sample, query.positive, *(each.sample for each in query.negatives)):
+            assert sample.label == names[table["label"][sample.sample_id].as_py()]
+    assert f"<b>{found.queries[0].sample.label}</b>" in (tmp_path / "step.html").read_text()
+
+
 def exit_of(*arguments: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
     """Run the command; return its only line on stderr, and check its exit status 2."""
     from raycl.cli.main import main

@@ -58,6 +58,7 @@ class StepSamples:
         self._kind = self._config.data.kind
         self._known: dict[Candidate, Shown] = {}
         self._data_set: InMemoryDataset = rows.data_sets()[views.data_set]
+        self._source = rows.sources[views.data_set]
 
     def of(self, candidate: Candidate) -> Shown:
         """Return the sample of a candidate."""
@@ -136,11 +137,9 @@ class StepSamples:
         return place if place < len(ids) and ids[place] == sample_id else None
 
     def _label(self, sample_id: int) -> str | None:
-        place, classes = self._place(sample_id), self._rows.run.classes or ()
+        place = self._place(sample_id)
         label = -1 if place is None else int(self._data_set.label[place])
-        if label < 0:
-            return None
-        return classes[label] if label < len(classes) else str(label)
+        return None if label < 0 else self._source.label_name(label)
 
     @property
     def _role(self) -> str:
