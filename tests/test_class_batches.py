@@ -232,6 +232,12 @@ def test_a_stream_without_any_whole_group_is_refused() -> None:
         ("supcon", {"data.samples_per_class": 3}, "256 rows .* groups of data.samples_per_class 3; .* multiple of 3"),
         ("supcon", {"workers": 4, "data.samples_per_class": 128}, "64 rows .* data.samples_per_class 128; .* of 512"),
         ("supcon", {"data.samples_per_class": 256}, "data.samples_per_class 256 is the whole batch"),
+        (
+            "sogclr",
+            {"data.samples_per_class": 4},
+            "loss gcl takes the other rows of a batch for a random sample of the data, .* data.samples_per_class 4 "
+            "draws .*; remove it, or set loss to dcl and negatives.store to none",
+        ),
         ("clip", {"data.samples_per_class": 4}, "acts only with data.kind image or text"),
         ("instance_discrimination", {"data.samples_per_class": 4}, "acts only with key tower or momentum_encoder"),
         (

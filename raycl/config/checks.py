@@ -106,7 +106,7 @@ def _check_batch(run: "RunConfig", stage: Stage) -> str | None:
 
 
 def _check_classes(run: "RunConfig", stage: Stage) -> str | None:
-    """Check that a batch divides into groups of one class, on each worker."""
+    """Check that a batch divides into groups of one class, on each worker, and that its loss allows them."""
     group, rows = run.data.samples_per_class, run.local_batch_size(stage)
     if group is None:
         return None
@@ -114,6 +114,11 @@ def _check_classes(run: "RunConfig", stage: Stage) -> str | None:
         return (
             f"a worker's {rows} rows of a batch do not divide into groups of data.samples_per_class {group}; "
             f"choose a batch_size that is a multiple of {group * run.workers_of(stage)}"
+        )
+    if LOSSES[stage.loss].partition:
+        return (
+            f"loss {stage.loss} takes the other rows of a batch for a random sample of the data, and "
+            f"data.samples_per_class {group} draws few classes; remove it, or set loss to dcl and negatives.store to none"
         )
     if stage.batch_size == group:
         return f"data.samples_per_class {group} is the whole batch, which then has one class; choose a larger batch_size"
