@@ -68,7 +68,12 @@ def train(
         raise ConfigError("the list of data sets is empty; give at least one")
     flags = run_flags(workers=workers, gpu=gpu, epochs=epochs, steps=steps, batch_size=batch_size, seed=seed)
     config, sources, notes = plan_run(
-        _named(recipe), data=uris or datasets, flags=flags, settings=settings, own_encoder=encoder is not None
+        _named(recipe),
+        data=uris or datasets,
+        flags=flags,
+        settings=settings,
+        own_encoder=encoder is not None,
+        resumed=str(output) if resume else None,
     )
     from raycl.training.launch import train as launch
 

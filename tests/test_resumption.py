@@ -10,9 +10,11 @@ import pytest
 import raycl
 from raycl.config import RunConfig
 from raycl.config.overrides import config_to_yaml
-from raycl.errors import ConfigError
+from raycl.errors import ConfigError, RunError
 from raycl.storage import Place
 from raycl.training.preflight import check_output, check_same_data
+from tests.images import write_digits
+from tests.test_cli import run_raycl
 
 TWO_STAGES = {"stages.0.epochs": 3, "stages.1.batch_size": 512}
 
@@ -100,6 +102,40 @@ def test_the_old_name_of_a_precision_is_accepted(output: str) -> None:
     check_output(run_of(precision="float32"), Place(output), resume=True)  # written by older versions
     with pytest.raises(ConfigError, match="would change precision from 'auto' to 'bfloat16'"):
         check_output(run_of(precision="bfloat16"), Place(output), resume=True)
+
+
+def test_a_small_encoder_keeps_its_precision_on_another_cpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    data = str(write_digits(tmp_path / "digits.parquet", 100))
+    asked: list[RunConfig] = []
+
+    def start(run: Any, **_: Any) -> None:
+        asked.append(run.config)
+        (run.output / "config.yaml").write_text(config_to_yaml(run.config))
+        raise RunError("the run has been planned")
+
+    monkeypatch.setattr("raycl.training.launch.train_validated", start)
+    monkeypatch.setattr("raycl.ray_runtime.prestart_ray", lambda *_, **__: None)
+
+    def precision(output: Path, *, has_bfloat16: bool, resume: bool, **settings: Any) -> str:
+        monkeypatch.setattr("raycl.cli.plan.cpu_has_bfloat16", lambda: has_bfloat16)
+        settings = {"data.image_size": 32, "stages.0.batch_size": 32, **settings}
+        with pytest.raises(RunError, match="planned"):
+            raycl.train("simclr", data=data, output=output, settings=settings, resume=resume)
+        options = ["--resume", "--data", data, *(f"--set={key}={value}" for key, value in settings.items())]
+        status, _, err = run_raycl(monkeypatch, capsys, "train", "simclr", "--output", output, *options)
+        assert "planned" in err and status != 0
+        assert asked[-1] == asked[-2]
+        return asked[-1].precision
+
+    for began in (False, True):
+        output = tmp_path / str(began)
+        first = precision(output, has_bfloat16=began, resume=False)
+        assert first == ("bfloat16" if began else "auto")
+        assert precision(output, has_bfloat16=not began, resume=True) == first
+    with pytest.raises(ConfigError, match="would change precision from 'bfloat16' to 'float32'"):
+        precision(tmp_path / "True", has_bfloat16=True, resume=True, precision="float32")
 
 
 def test_stages_may_be_added_but_not_removed(output: str) -> None:

@@ -114,7 +114,9 @@ def train(
     flags = run_flags(
         workers=workers, gpu=gpu or None, epochs=epochs, steps=steps, batch_size=batch_size, seed=seed
     )
-    config, sources, notes = plan_run(recipe, data=data, flags=flags, settings=settings or [])
+    config, sources, notes = plan_run(
+        recipe, data=data, flags=flags, settings=settings or [], resumed=output if resume else None
+    )
     from raycl.provenance import typed
     from raycl.report.writer import reported
     from raycl.training.preflight import validate_run

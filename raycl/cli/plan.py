@@ -39,6 +39,7 @@ def plan_run(
     flags: Mapping[str, Any],
     settings: Settings,
     own_encoder: bool = False,
+    resumed: str | None = None,
 ) -> RunPlan:
     """Plan the run of a recipe, a YAML file or a ``RunConfig``, with flags and then settings applied.
 
@@ -46,7 +47,8 @@ def plan_run(
     The image size of a recipe is the shorter side of the first images, at most 224, unless
     ``data.image_size`` is set. Small gray images get other views (:func:`raycl.recipes.images.for_gray`). Without a
     GPU, small images get another encoder (:func:`raycl.recipes.images.for_cpu`), in bfloat16 if this machine's CPU
-    has it, unless one is set or is a module of the user's (``own_encoder``).
+    has it, unless one is set or is a module of the user's (``own_encoder``). If ``resumed`` is the output of a run, that
+    encoder keeps the precision with which the run began, since another machine may have another CPU.
     Raises ``ConfigError`` or ``DataError``.
     """
     pairs = settings_of(settings)
@@ -80,10 +82,21 @@ def plan_run(
     is_set = own_encoder or any(key.split(".")[0] == "encoder" for key in pairs)
     papers = recipe(run, image_size=size)
     config = recipe(run, image_size=size, gray=gray, on_cpu=not requested.gpu and not is_set)
-    if config.encoder != papers.encoder and cpu_has_bfloat16():
-        config = config.model_copy(update={"precision": "bfloat16"})
+    if config.encoder != papers.encoder:
+        config = config.model_copy(update={"precision": _precision_on_cpu(resumed)})
     config = override(config, overrides)
     return RunPlan(config, sources, _departures(config, papers, gray=gray, is_set=is_set))
+
+
+def _precision_on_cpu(resumed: str | None) -> str:
+    """Return the precision of the run to resume, or else the fastest one of this machine's CPU."""
+    if resumed is not None:
+        from raycl.records import CONFIG
+        from raycl.storage import Place
+
+        if (saved := Place(resumed) / CONFIG).exists():
+            return config_from_yaml(saved.read_text(), name=saved.uri).precision
+    return "bfloat16" if cpu_has_bfloat16() else "auto"
 
 
 def _departures(config: RunConfig, papers: RunConfig, *, gray: bool, is_set: bool) -> tuple[str, ...]:
