@@ -39,6 +39,24 @@ def test_one_schedule_over_the_run_counts_samples(scaling: str, of_64_rows: floa
     assert rates(second) == pytest.approx(shape[32::4])  # all scalings agree at 256 rows
 
 
+@pytest.mark.parametrize("scope", ["stage", "run"])
+def test_a_linear_schedule_falls_to_zero(scope: str) -> None:
+    first, second = plans_of(
+        **{
+            "stages.0.learning_rate_scope": scope,
+            "stages.0.learning_rate_scaling": "none",
+            "stages.0.learning_rate_schedule": "linear",
+            "stages.0.warmup_epochs": 0,
+        }
+    )
+    if scope == "stage":
+        assert rates(first) == pytest.approx([1 - step / 32 for step in range(32)])
+        assert rates(second) == pytest.approx([1 - step / 8 for step in range(8)])
+    else:
+        assert rates(first) == pytest.approx([1 - step / 64 for step in range(32)])
+        assert rates(second) == pytest.approx([0.5 - step / 16 for step in range(8)])
+
+
 def test_one_schedule_over_the_run_warms_up_once_and_steps_down_twice() -> None:
     over_run = {"stages.0.learning_rate_scope": "run", "stages.0.learning_rate_schedule": "step"}
     first, second = plans_of(**over_run, **{"stages.0.learning_rate_scaling": "none"})

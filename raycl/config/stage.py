@@ -16,7 +16,7 @@ class Stage(Section):
     optimizer and store carry over from the previous stage.
 
     The peak learning rate is ``learning_rate`` at a batch of 256 rows and scales with the batch by
-    ``learning_rate_scaling``. After the warmup it falls along half a cosine, or to a tenth at three
+    ``learning_rate_scaling``. After the warmup it falls along half a cosine, along a line, or to a tenth at three
     fifths and again at four fifths (``step``).
     """
 
@@ -107,8 +107,8 @@ class Stage(Section):
     learning_rate_scaling: Literal["linear", "square_root", "none"] = "linear"
     """``linear`` scales the learning rate with the batch size, ``square_root`` with its square root."""
 
-    learning_rate_schedule: Literal["cosine", "step", "constant"] = "cosine"
-    """After the warmup, ``cosine`` falls to 0 and ``step`` to a tenth, twice; ``constant`` stays."""
+    learning_rate_schedule: Literal["cosine", "linear", "step", "constant"] = "cosine"
+    """After the warmup, ``cosine`` and ``linear`` fall to 0 and ``step`` to a tenth, twice; ``constant`` stays."""
 
     learning_rate_scope: Literal["stage", "run"] = "stage"
     """Whether the schedule spans this stage or the samples of the whole run."""

@@ -122,11 +122,12 @@ def _epoch_length(stage: Stage, num_train: Sequence[int]) -> int:
 
 
 def _learning_rate_over_stage(stage: Stage, warmup: int, num_steps: int) -> Schedule:
-    """Return a linear warm-up, then half a cosine, two steps down or a constant."""
+    """Return a linear warm-up, then half a cosine, a line, two steps down or a constant."""
     peak = stage.peak_learning_rate
     rest = {
         "constant": constant(peak),
         "cosine": cosine(peak, 0.0, num_steps=num_steps - warmup),
+        "linear": linear(peak, 0.0, num_steps=num_steps - warmup),
         # At epochs 120 and 160 of 200, as in InstDisc and MoCo.
         "step": step_down(peak, factor=0.1, steps=[num_steps * part // 5 - warmup for part in (3, 4)]),
     }[stage.learning_rate_schedule]
@@ -143,6 +144,7 @@ def _learning_rate_over_run(stage: Stage, warmup: int, samples_before: int, tota
     shape = {
         "constant": lambda progress: 1.0,
         "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+        "linear": lambda progress: 1.0 - progress,
         "step": lambda progress: 0.1 ** ((progress >= 3 / 5) + (progress >= 4 / 5)),
     }[stage.learning_rate_schedule]
 
