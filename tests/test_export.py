@@ -165,8 +165,9 @@ def test_sentence_transformers_gives_the_same_vectors_as_raycl(
         HeadSpec(num_layers=1, dim=7),
         HeadSpec(num_layers=2, hidden_dim=11, dim=7),
         HeadSpec(num_layers=3, dim=7, batchnorm=False),
+        HeadSpec(num_layers=2, dim=7, batchnorm="all"),
     ],
-    ids=["none", "linear", "batchnorm", "three"],
+    ids=["none", "linear", "batchnorm", "three", "all"],
 )
 def test_the_projection_head_of_a_tower_is_exported(head: HeadSpec, tmp_path: Path) -> None:
     run = write_texts_run(tmp_path / "run", head=head)

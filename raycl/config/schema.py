@@ -326,8 +326,8 @@ class HeadConfig(Section):
     dim: Annotated[int, Field(ge=2)] = 128
     """Dimension of the embedding, at least 2; 128 as in SimCLR. With 0 layers, the representation's width."""
 
-    batchnorm: bool = True
-    """Whether the hidden layers have BatchNorm."""
+    batchnorm: bool | Literal["all"] = True
+    """Whether the hidden layers have BatchNorm; ``all`` gives one to the last layer too."""
 
 
 @final

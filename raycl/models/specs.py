@@ -21,7 +21,7 @@ class HeadSpec(BaseModel):
     num_layers: int
     hidden_dim: int | None = None
     dim: int
-    batchnorm: bool = True
+    batchnorm: bool | Literal["all"] = True
 
 
 class EncoderSpec(BaseModel, ABC):

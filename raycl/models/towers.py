@@ -1,6 +1,6 @@
 """Towers: an encoder with its projection head, which only the loss uses, for one side or for both."""
 
-from typing import final
+from typing import Literal, final
 
 import torch
 import torch.nn.functional as F
@@ -60,13 +60,18 @@ Towers = Tower | TwoTowers
 
 
 def build_projection_head(
-    in_dim: int, *, num_layers: int, hidden_dim: int | None, dim: int, batchnorm: bool = True
+    in_dim: int,
+    *,
+    num_layers: int,
+    hidden_dim: int | None,
+    dim: int,
+    batchnorm: bool | Literal["all"] = True,
 ) -> nn.Sequential:
     """Build SimCLR's head (Chen et al., 2020, section 4.2): [batch, in_dim] to [batch, dim].
 
     Hidden layers are as wide as the representation unless ``hidden_dim`` is given. Each is followed by
-    BatchNorm (unless ``batchnorm`` is False, as in MoCo v2) and ReLU. One layer makes the head linear;
-    zero layers make it the identity, a ``ConfigError`` unless ``in_dim`` equals ``dim``.
+    BatchNorm (unless ``batchnorm`` is False, as in MoCo v2) and ReLU. With ``all`` the last layer has BatchNorm
+    too, and no bias. One layer makes the head linear; zero layers make it the identity, a ``ConfigError`` unless ``in_dim`` equals ``dim``.
     """
     if num_layers == 0:
         if in_dim != dim:
@@ -81,4 +86,5 @@ def build_projection_head(
         normalization = [nn.BatchNorm1d(width)] if batchnorm else []
         layers += [nn.Linear(in_dim, width, bias=not batchnorm), *normalization, nn.ReLU(inplace=True)]
         in_dim = width
-    return nn.Sequential(*layers, nn.Linear(in_dim, dim))
+    last = [nn.BatchNorm1d(dim)] if batchnorm == "all" else []
+    return nn.Sequential(*layers, nn.Linear(in_dim, dim, bias=not last), *last)
