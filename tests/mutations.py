@@ -701,8 +701,8 @@ MUTATIONS = [
     Mutation(
         "BatchNorm spans one view",
         "raycl/training/train_state.py",
-        "by_size.setdefault(view.shape[2:], [])",
-        "by_size.setdefault((*view.shape, number), [])",
+        "number if by_view else None",
+        "number",
     ),
     Mutation(
         "a momentum encoder ignores the crops",

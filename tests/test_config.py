@@ -117,6 +117,9 @@ INCOMPATIBLE = {  # a recipe and its settings, and a pattern of the error
     "moco_v2 batchnorm_groups=256": "256 groups of at least 2 rows",
     "moco_v2 batchnorm_groups=6 workers=4": "groups 6 do not divide over 4 workers",
     "moco_v2 workers=4 min_workers=2 stages.0.batch_size=192": "groups 8 do not divide over 3 workers",
+    "instance_discrimination batchnorm=local_view": "local_view needs two views of one tower, and keys of this tower",
+    "moco_v2 batchnorm=local_view": "local_view needs two views of one tower, and keys of this tower without a",
+    "clip batchnorm=local_view": "local_view needs two views of one tower, and keys of this tower without a",
     "instance_discrimination batchnorm=shuffled": "needs two views per sample, and key memory_bank has one",
     "simclr stages.1.image_size=33": "stage 1: image_size 33 is larger than data.image_size 32, the size of",
     "simclr encoder.name=vit_tiny stages.0.image_size=16": (

@@ -145,6 +145,13 @@ def _check_sources(run: "RunConfig") -> str | None:
         )
     if run.has_two_towers and run.key != "tower":
         return f"data.kind {run.data.kind} encodes its keys by a tower, got key {run.key}; set key=tower"
+    if run.batchnorm == "local_view" and (
+        run.key != "tower" or run.has_two_towers or run.has_prediction_head
+    ):
+        return (
+            "batchnorm local_view needs two views of one tower, and keys of this tower without a prediction head; "
+            "set it to local"
+        )
     if run.batchnorm != "shuffled":
         return None
     if run.key == "memory_bank":

@@ -80,10 +80,10 @@ _TRANSFORMER = Condition(
     lambda run, _: any(map(is_transformer, run.encoder_names)),
 )
 _BLOCKS = Condition(
-    "a ResNet, a ViT or a transformer, or with a chunk_size and batchnorm synchronized or local",
+    "a ResNet, a ViT or a transformer, or with a chunk_size and batchnorm synchronized, local or local_view",
     lambda run, index: (
         any(map(has_blocks, run.encoder_names))
-        or (_CHUNKS.holds(run, index) and run.batchnorm in ("synchronized", "local"))
+        or (_CHUNKS.holds(run, index) and run.batchnorm in ("synchronized", "local", "local_view"))
     ),
 )
 _OWN_TOKENIZER = Condition(

@@ -122,9 +122,9 @@ class RunConfig(Section):
     weights.
     """
 
-    batchnorm: Literal["synchronized", "shuffled", "layer", "group", "local"] = "synchronized"
+    batchnorm: Literal["synchronized", "shuffled", "layer", "group", "local", "local_view"] = "synchronized"
     """Rows that share BatchNorm statistics: the rows of all workers (``synchronized``), of one worker
-    (``local``), or of random groups (``shuffled``). ``layer`` and ``group`` replace BatchNorm by LayerNorm
+    (``local``), of one view of one worker (``local_view``), or of random groups (``shuffled``). ``layer`` and ``group`` replace BatchNorm by LayerNorm
     or GroupNorm.
     """
 

@@ -147,7 +147,7 @@ def _with_batchnorm(network: Network, config: RunConfig) -> Network:
         synchronize(network)
     elif config.batchnorm == "shuffled":
         split_batchnorm(network, config.rows_per_group(config.stages[0]))
-    elif config.batchnorm != "local":
+    elif config.batchnorm not in ("local", "local_view"):
         replace_batchnorm(network, config.batchnorm)
     return network
 

@@ -300,7 +300,7 @@ def _write_result(run: ValidatedRun, data: DataModule, final: dict[str, Any], co
 
 def _warn_of_leakage(config: RunConfig, final: dict[str, Any], report: Printer) -> None:
     leakage = final.get("batchnorm_leakage", 0.0)
-    if config.batchnorm in ("local", "synchronized") and leakage > NOTABLE_LEAKAGE:
+    if config.batchnorm in ("local", "local_view", "synchronized") and leakage > NOTABLE_LEAKAGE:
         report(
             f"BatchNorm leaks the positives: shared statistics make the pretext task easier by {leakage:.3f}; "
             "set batchnorm to shuffled, group or layer"

@@ -44,7 +44,7 @@ class EmbedConfig:
     :func:`~raycl.gradient_cache.checkpoint_activations` too.
     Shuffled BatchNorm normalizes random groups of ``rows_per_group`` rows: keys, or all views of a single
     tower. ``leak_group_size`` is the number of rows normalized together, for the leakage probe; 0 if
-    BatchNorm cannot leak. ``all_views`` compares all views of a sample at once instead of pairs of them.
+    BatchNorm cannot leak. ``by_view`` embeds each view on its own. ``all_views`` compares all views of a sample at once instead of pairs of them.
     """
 
     chunk_size: int | None = None
@@ -52,6 +52,7 @@ class EmbedConfig:
     activation_checkpoint_every: int | None = None
     rows_per_group: int | None = None
     leak_group_size: int = 0
+    by_view: bool = False
     all_views: bool = False
 
     @classmethod
@@ -59,9 +60,11 @@ class EmbedConfig:
         """Return the settings of a stage."""
         rows_per_group = config.rows_per_group(stage)
         in_batch_only = config.negatives.store in ("none", "partition") or LOSSES[stage.loss].neighbors
+        local_size = config.local_batch_size(stage)
         leak_group_sizes = {
             "synchronized": 0 if in_batch_only else stage.batch_size,
-            "local": 0 if in_batch_only and config.workers_of(stage) == 1 else config.local_batch_size(stage),
+            "local": 0 if in_batch_only and config.workers_of(stage) == 1 else local_size,
+            "local_view": 0 if in_batch_only and config.workers_of(stage) == 1 else local_size,
             "shuffled": rows_per_group,
         }
         return cls(
@@ -69,6 +72,7 @@ class EmbedConfig:
             cached_chunks=stage.cached_chunks,
             activation_checkpoint_every=stage.activation_checkpoint_every,
             rows_per_group=rows_per_group if config.batchnorm == "shuffled" else None,
+            by_view=config.batchnorm == "local_view",
             all_views=LOSSES[stage.loss].all_views,
             leak_group_size=leak_group_sizes.get(config.batchnorm, 0),
         )
@@ -356,10 +360,10 @@ class TrainState:
         return Embedded(queries[0], keys[1], pairs=pairs, key_step=key_step)
 
     def _encode_by_size(self, *views: Tensor) -> list[Tensor]:
-        """Embed views [local_batch, ...], all views of one size in one call."""
-        by_size: dict[torch.Size, list[int]] = {}
+        """Embed views [local_batch, ...]: all views of one size in one call, or each in its own (``by_view``)."""
+        by_view, by_size = self._embed_config.by_view, dict[tuple[Any, ...], list[int]]()
         for number, view in enumerate(views):
-            by_size.setdefault(view.shape[2:], []).append(number)
+            by_size.setdefault((number if by_view else None, view.shape[2:]), []).append(number)
         embeddings: dict[int, Tensor] = {}
         for numbers in by_size.values():
             rows = self.encode(stacked(*(views[number] for number in numbers)))

@@ -38,7 +38,7 @@ def embedding_of(
     ]
     has_batchnorm = any(_has(network, _BatchNorm) for network in networks)
     has_dropout = any(_has(network, _DropoutNd) for network in networks)
-    is_local = has_batchnorm and config.batchnorm == "local"
+    is_local = has_batchnorm and config.batchnorm in ("local", "local_view")
     if num_workers == 1 or not (has_dropout or is_local):
         return None
     if is_local or not has_batchnorm:

@@ -25,6 +25,7 @@ LAYERS = {
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "simclr": ("simclr", {}),
     "local BatchNorm": ("simclr", {"batchnorm": "local"}),
+    "BatchNorm of a view": ("simclr", {"batchnorm": "local_view"}),
     "shuffled views": ("simclr", {"batchnorm": "shuffled", "batchnorm_groups": 4}),
     "moco": ("moco_v2", {"batchnorm_groups": 4, "bank.location": "actor"}),
     "instance discrimination": (
@@ -48,7 +49,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-QUICK = ("simclr", "local BatchNorm", "moco", "two towers", "buckets", "simcse", "two stages")
+QUICK = (
+    "simclr",
+    "local BatchNorm",
+    "BatchNorm of a view",
+    "moco",
+    "two towers",
+    "buckets",
+    "simcse",
+    "two stages",
+)
 
 
 @pytest.fixture(scope="module")
