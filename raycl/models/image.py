@@ -42,7 +42,8 @@ def build_image_encoder(
     if stem == "auto":
         stem = "small" if image_size <= SMALL else "standard"
     if name in VITS:
-        return _build_vit(name, image_size, channels, {"small": 4, "half": 8}.get(stem, 16), width)
+        standard = 32 if name.endswith("_32") else 16
+        return _build_vit(name, image_size, channels, {"small": 4, "half": 8}.get(stem, standard), width)
     block, layers = RESNETS[name]
     return _ScaledResNet(BLOCKS[block], list(layers), width=width, channels=channels, stem=stem)
 

@@ -16,11 +16,12 @@ RESNETS: dict[str, tuple[Literal["basic", "bottleneck"], tuple[int, int, int, in
     "resnet101": ("bottleneck", (3, 4, 23, 3)),
     "resnet152": ("bottleneck", (3, 8, 36, 3)),
 }
-# Layers, heads, hidden width: DeiT's tiny and small, ViT's base and large.
+# Layers, heads, hidden width: DeiT's tiny and small, ViT's base and large. ViT-B/32 has larger patches.
 VITS: dict[str, tuple[int, int, int]] = {
     "vit_tiny": (12, 3, 192),
     "vit_small": (12, 6, 384),
     "vit_base": (12, 12, 768),
+    "vit_base_32": (12, 12, 768),
     "vit_large": (24, 16, 1024),
 }
 TEXT_ENCODERS = ("transformer", "bag_of_subwords")
