@@ -12,6 +12,7 @@ from raycl.cli.plan import Settings, check_measure, command_settings, plan_run, 
 from raycl.config import RunConfig
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.inference.preflight import check_inputs
+from raycl.recipes import recipe_like
 
 if TYPE_CHECKING:
     import ray
@@ -30,9 +31,10 @@ Measure = Literal["knn", "linear", "retrieval", "sts"]
 
 
 def train(
-    recipe: Address | RunConfig,
+    recipe: Address | RunConfig | None = None,
     *,
     output: Address,
+    like: str | None = None,
     data: Address | Sequence[Address] | None = None,
     dataset: "ray.data.Dataset | Sequence[ray.data.Dataset] | None" = None,
     encoder: "nn.Module | None" = None,
@@ -53,7 +55,8 @@ def train(
     Several addresses or Ray Datasets are mixed: all rows of a batch come from one of them, in proportion to their
     sizes or to the setting ``data.weights``.
 
-    ``recipe`` is a recipe's name, a file ending in ``.yaml``, or a ``RunConfig``. The options from ``workers``
+    ``recipe`` is a recipe's name, a file ending in ``.yaml``, or a ``RunConfig``. Instead, ``like`` names a
+    configuration of another library, such as ``lightly:simclr``. The options from ``workers``
     ("2:8" for a range) to ``settings`` (a dict such as ``{"encoder.name": "resnet18"}``, or strings
     ``key.path=value``) override parts of it, as the flags of ``raycl train`` do. ``encoder`` may be a module of
     your own that maps images [batch, channels, size, size], or tokens [batch, length], to [batch, dim].
@@ -67,6 +70,9 @@ def train(
     if not (uris or datasets):
         raise ConfigError("the list of data sets is empty; give at least one")
     flags = run_flags(workers=workers, gpu=gpu, epochs=epochs, steps=steps, batch_size=batch_size, seed=seed)
+    if like is not None or recipe is None:
+        name = "of a configuration" if isinstance(recipe, RunConfig) else str(recipe)
+        recipe = recipe_like(None if recipe is None else name, like)
     config, sources, notes = plan_run(
         _named(recipe),
         data=uris or datasets,

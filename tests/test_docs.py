@@ -27,6 +27,7 @@ from raycl.cli.main import app
 from raycl.config import RunConfig
 from raycl.config.overrides import config_from_yaml, override, parse_setting
 from raycl.recipes import RECIPES, recipe
+from raycl.recipes.like import LIKE
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -174,18 +175,18 @@ def test_the_page_of_commands_has_a_row_for_each_command() -> None:
 def test_each_command_in_the_documents_is_valid(command: Command) -> None:
     parsed = parse(command)
     settings = parsed.values.get("settings") or []
-    asked = parsed.values.get("recipe")
+    asked, known = parsed.values.get("recipe") or parsed.values.get("like"), {*RECIPES, *LIKE}
     if asked is not None:
-        for name in [asked] if asked in RECIPES else ["moco_v2", "simclr"] if asked.isupper() else []:
+        for name in [asked] if asked in known else ["moco_v2", "simclr"] if asked.isupper() else []:
             check_run(recipe(name, image_size=64), parsed.values, settings)
-        assert asked in RECIPES or asked.isupper() or asked.endswith((".yaml", ".yml")), f"no recipe {asked}"
+        assert asked in known or asked.isupper() or asked.endswith((".yaml", ".yml")), f"no recipe {asked}"
     elif settings:
         name = parsed.values["measure"] if "evaluate" in parsed.path else parsed.path.split()[-1]
         plan.command_settings(name, settings)
     if parsed.path == "reproduce":
         assert parsed.values["name"] in {*script("jobs/reproduce.py").FIGURES, "FIGURE"}
     if parsed.path == "raycl recipes" and parsed.values["name"] is not None:
-        assert parsed.values["name"] in {*RECIPES, "NAME"}
+        assert parsed.values["name"] in {*known, "NAME"}
 
 
 def check_run(plain: RunConfig, values: dict[str, Any], settings: Sequence[str]) -> None:

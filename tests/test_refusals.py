@@ -67,6 +67,10 @@ REFUSED = {
     "negatives.mined.num=1": "negatives.mined searches the documents of one data set, and there are 2; give one",
     "demo --output earlier_demo": "holds an earlier demo",
     "demo --output demo --epochs 0": "stages.0.epochs",
+    "train --data digits.parquet --output new": "give a recipe, or --like with one of lightly:simclr, ",
+    "train --like lightly:magic --data digits.parquet --output new": "unknown configuration 'lightly:magic' of "
+    "another library; there are lightly:simclr, open_clip:vit-b-32, st:mnrl",
+    "train clip --like lightly:simclr --data digits.parquet --output new": "trains recipe simclr, got recipe clip; ",
     EVALUATE.replace("knn", "magic"): "unknown measure 'magic'; choose knn, linear, retrieval or sts",
     "evaluate knn --run images --test digits.parquet": "needs --train",
     f"{EVALUATE} --run nowhere": "found no encoder at nowhere",

@@ -76,17 +76,21 @@ def recipes(
     """List the recipes, or print one as YAML."""
     from raycl.config.overrides import config_to_yaml
     from raycl.recipes import RECIPES, recipe
+    from raycl.recipes.like import LIKE
 
     if name is not None:
         print(config_to_yaml(recipe(name, image_size=image_size), comments=True), end="")
         return
     for known, build in RECIPES.items():
         print(f"{known:24} {(build.__doc__ or '').splitlines()[0]}")
+    for like, (base, _) in LIKE.items():
+        print(f"{like:24} {base} with the values of the other library, for --like")
 
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="Recipe name or .yaml file.")],
+    *,
+    recipe: Annotated[str | None, typer.Argument(help="Recipe name or .yaml file.")] = None,
     data: Annotated[
         list[str],
         typer.Option(
@@ -95,6 +99,12 @@ def train(
         ),
     ],
     output: Annotated[str, typer.Option(help="Folder of the run; local or s3://.")],
+    like: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of a recipe, train as another library does: lightly:simclr, open_clip:vit-b-32 or st:mnrl."
+        ),
+    ] = None,
     workers: Workers = None,
     gpu: Gpu = False,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data.", show_default=OF_RECIPE)] = None,
@@ -110,12 +120,17 @@ def train(
 ) -> None:
     """Pretrain an encoder by contrastive learning."""
     from raycl.cli.plan import plan_run, run_flags
+    from raycl.recipes import recipe_like
 
     flags = run_flags(
         workers=workers, gpu=gpu or None, epochs=epochs, steps=steps, batch_size=batch_size, seed=seed
     )
     config, sources, notes = plan_run(
-        recipe, data=data, flags=flags, settings=settings or [], resumed=output if resume else None
+        recipe_like(recipe, like),
+        data=data,
+        flags=flags,
+        settings=settings or [],
+        resumed=output if resume else None,
     )
     from raycl.provenance import typed
     from raycl.report.writer import reported

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from raycl.config import RunConfig
-from raycl.config.overrides import present_name
+from raycl.config.overrides import override, present_name
 from raycl.errors import ConfigError
 from raycl.recipes.images import (
     dcl,
@@ -18,6 +18,7 @@ from raycl.recipes.images import (
     sogclr,
     supcon,
 )
+from raycl.recipes.like import LIKE
 from raycl.recipes.texts import clip, esimcse, siglip, simcse, two_tower
 
 RECIPES: dict[str, Callable[[int], RunConfig]] = {
@@ -41,11 +42,14 @@ RECIPES: dict[str, Callable[[int], RunConfig]] = {
 def recipe(name: str, *, image_size: int = 224, gray: bool = False, on_cpu: bool = False) -> RunConfig:
     """Return the configuration of recipe ``name`` for images of ``image_size`` pixels, 8 to 1024.
 
-    ``on_cpu`` replaces the papers' encoder of small images by a smaller one, ``gray`` the views of small photographs
-    by those of glyphs; captioned images ignore both. Raises ``ConfigError`` for an unknown name or an invalid size.
+    ``name`` may be a configuration of another library, such as ``lightly:simclr``. ``on_cpu`` replaces the papers' encoder of small images by a smaller one, ``gray`` the views of small photographs
+    by those of glyphs; captioned images and other libraries ignore both. Raises ``ConfigError`` for an unknown name or an invalid size.
     """
     if new := present_name(f"recipe={name}"):
         raise ConfigError(f"unknown recipe {name!r}; it is now {new.removeprefix('recipe=')}")
+    if ":" in name:
+        base, settings = LIKE[check_like(name)]
+        return override(recipe(base, image_size=image_size), {"recipe": name, **settings})
     if name not in RECIPES:
         raise ConfigError(f"unknown recipe {name!r}; there are {', '.join(RECIPES)}, or give a .yaml file")
     if not 8 <= image_size <= 1024:
@@ -55,3 +59,22 @@ def recipe(name: str, *, image_size: int = 224, gray: bool = False, on_cpu: bool
         return config
     config = for_cpu(config) if on_cpu else config
     return for_gray(config) if gray else config
+
+
+def check_like(name: str) -> str:
+    """Return the name of another library's configuration; raises ``ConfigError`` for an unknown one."""
+    if name not in LIKE:
+        raise ConfigError(f"unknown configuration {name!r} of another library; there are {', '.join(LIKE)}")
+    return name
+
+
+def recipe_like(recipe: str | None, like: str | None) -> str:
+    """Return the name of the recipe to train; raises ``ConfigError`` unless ``recipe`` and ``like`` agree."""
+    if like is None:
+        if recipe is None:
+            raise ConfigError(f"give a recipe, or --like with one of {', '.join(LIKE)}")
+        return recipe
+    base = LIKE[check_like(like)][0]
+    if recipe not in (None, base, like):
+        raise ConfigError(f"--like {like} trains recipe {base}, got recipe {recipe}; remove one of them")
+    return like
