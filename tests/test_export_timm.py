@@ -21,6 +21,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "resnet18": {"stem": "standard"},
     "resnet50": {"stem": "standard", "representation_dim": 2048, "channels": 1},
     "vit_tiny": {"representation_dim": 192},  # patches of 4 pixels
+    "vit_base_32": {"stem": "standard", "width": 0.25, "representation_dim": 192},
     "vit_small": {"stem": "standard", "width": 0.5, "representation_dim": 192, "channels": 1},
 }
 

@@ -42,7 +42,7 @@ def timm_files(encoder: ImageEncoder) -> dict[str, bytes]:
     if is_vit:
         weights = {_name_in_timm(name): value for name, value in weights.items()}
     config = {
-        "architecture": f"{spec.name}_patch16_224" if is_vit else spec.name,
+        "architecture": f"{spec.name.removesuffix('_32')}_patch16_224" if is_vit else spec.name,
         "num_classes": num_classes,
         "model_args": _arguments(network),
         "pretrained_cfg": {
