@@ -88,6 +88,7 @@ class Objective:
         return Measured(0.5, 0.0, 1_000.0)
 
 
+@pytest.mark.drill
 def test_the_time_ends_a_trial_that_does_not_and_a_failed_trial_is_a_line(tmp_path: Path) -> None:
     config: RunConfig = recipe("simclr", image_size=16)
     place, rungs, lines = Place(str(tmp_path)), (1_000, 3_000), list[str]()
