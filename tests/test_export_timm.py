@@ -7,7 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from torch import nn
+from torchvision.models import VisionTransformer
 
+from raycl.errors import ConfigError
 from raycl.inference.encoder import load_encoder
 from raycl.inference.export import export_encoder
 from raycl.models.specs import HeadSpec
@@ -54,3 +57,18 @@ def test_timm_adds_a_classifier_to_an_exported_encoder(tmp_path: Path) -> None:
         representation = network.eval().forward_head(network.forward_features(images), pre_logits=True)
         torch.testing.assert_close(representation, load_encoder(run)(images), rtol=0, atol=1e-5)  # pyright: ignore[reportArgumentType]
     assert network(images).shape == (3, 10)
+
+
+def own_vit(**_: Any) -> nn.Module:
+    vit = VisionTransformer(32, 8, 2, 2, 64, 128)
+    vit.heads = nn.Identity()  # type: ignore[assignment]
+    return vit
+
+
+def test_a_vit_of_the_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYCL_TRUSTED", "tests")
+    run = write_images_run(tmp_path / "run", "tests.test_export_timm:own_vit", representation_dim=64)
+    with pytest.raises(
+        ConfigError, match="timm does not have tests.test_export_timm:own_vit; use --to torchvision"
+    ):
+        export_encoder(run, str(tmp_path / "out"), to="timm")

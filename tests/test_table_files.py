@@ -623,6 +623,13 @@ def commit(place: Path, feature: str, *, settings: dict[str, str] | None = None,
 VECTOR = {"storageType": "i", "pathOrInlineDv": "^Bg9^0rr910000000000iXQKl0rr91000f55c8Xg0@@D72lkbi5=-{L", "sizeInBytes": 44, "cardinality": 6}  # fmt: skip
 
 
+def test_a_delta_table_is_not_taken_for_one_with_a_decoded_name(tmp_path: Path) -> None:
+    write_rows(tmp_path / "per cent.delta", [{"text": "other"}])
+    place = write_rows(tmp_path / "per%20cent.delta", [{"text": "a"}])
+    with pytest.raises(DataError, match="per%20cent.delta has % in its path, .*; rename the folder"):
+        find_source(str(place), TEXTS)
+
+
 def test_a_delta_table_whose_files_would_be_read_wrongly_is_refused_in_one_line(tmp_path: Path) -> None:
     def refused(name: str, *given: Any, **changes: Any) -> str:
         place = write_rows(tmp_path / f"{name}.delta", [{"text": f"t{row}"} for row in range(40)])
@@ -726,6 +733,14 @@ def test_the_newest_metadata_of_an_iceberg_table_are_found(tmp_path: Path) -> No
         each.unlink()
     (folder / "v2.gz.metadata.json").write_bytes(gzip.compress(new.read_bytes()))
     assert find_source(str(place), TEXTS).num_rows == 1
+    (folder / "v2.gz.metadata.json").rename(folder / "v2.metadata.json.gz")  # of older writers
+    assert find_source(str(place), TEXTS).num_rows == 1
+    assert find_source(str(folder / "v2.metadata.json.gz"), TEXTS).num_rows == 1
+    (folder / "v2.metadata.json.gz").unlink()
+    new.rename(tmp_path / new.name)
+    with pytest.raises(DataError, match="has no metadata file with a number, .*; give the metadata file"):
+        find_source(str(place), TEXTS)  # its parquet files may hold deleted rows
+    (tmp_path / new.name).rename(new)
     # Properties of a table may name a class that pyiceberg would import to read files.
     named = json.loads(new.read_text()) | {"properties": {"py-io-impl": "tests.no_such_module.FileIO"}}
     (folder / "v3.metadata.json").write_text(json.dumps(named))
@@ -779,12 +794,19 @@ def test_images_with_metadata_beside_them_are_no_table(tmp_path: Path) -> None:
     assert find_source(str(tmp_path)).kind == "folder"
 
 
+def test_folders_with_names_like_a_tables_are_no_tables(tmp_path: Path) -> None:
+    for name in ("rows.lance", "metadata"):
+        write_rows(tmp_path / name / "a.parquet", [{"text": "a"}])
+        assert find_source(str(tmp_path / name), TEXTS).kind == "parquet"
+
+
 @pytest.mark.parametrize("ending", TABLES)
 def test_a_table_that_cannot_be_read_is_refused_in_one_line(
     ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = write_rows(tmp_path / f"rows.{ending}", [{"text": "a"}])
-    with pytest.raises(DataError, match="has no column 'title'; it has text: name the right one with --set"):
+    message = f"rows.{ending} has no column 'title'; it has text: name the right one with --set"
+    with pytest.raises(DataError, match=message):
         find_source(str(place), ColumnNames(image=None, text="title"))
     module = {"delta": "deltalake", "iceberg": "pyiceberg.serializers", "lance": "lance"}[ending]
     package = module.partition(".")[0]

@@ -1,5 +1,6 @@
 """Small sets are embedded and judged in this process; only others start Ray."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,20 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raycl import load_encoder
 from raycl.data.columns import ColumnNames
-from raycl.errors import DataError
+from raycl.errors import DataError, RunError
 from raycl.evaluation.classification import evaluate
 from raycl.inference import reading
 from raycl.inference.embed import embed_to_parquet, embed_values
 from raycl.inference.encoder import read_encoder
 from raycl.inference.reading import MAX_BYTES, connect_unless_small
+from raycl.models.encoder_io import save_encoder
+from raycl.models.registry import OWN
+from raycl.models.specs import ImageEncoderSpec
+from raycl.storage import Place
 from tests.encoders import write_images_run
 from tests.images import digit_files, write_digits
 
@@ -103,6 +108,59 @@ def test_large_sets_gpus_and_clusters_need_ray(
     connect_unless_small(MAX_BYTES + 1)
     connect_unless_small(1, gpu=True)
     connect_unless_small(1, address="10.0.0.1:6379")
-    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with monkeypatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", "auto")
+        connect_unless_small(1)
+    # A Ray that another library started may not keep the order of rows.
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
     connect_unless_small(1)
-    assert connected == [None, None, "10.0.0.1:6379", None]
+    assert connected == [None, None, "10.0.0.1:6379", None, None]
+
+
+class Own(nn.Module):
+    """A network of the user's."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 8, 3)
+        self.error = error
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.error is not None:
+            raise self.error
+        return self.layer(images).mean((2, 3))
+
+
+def write_own_run(folder: Path, network: nn.Module) -> str:
+    spec = ImageEncoderSpec(
+        name=OWN,
+        image_size=32,
+        stored_size=32,
+        channels=3,
+        representation_dim=8,
+        mean=(0.5,) * 3,
+        std=(0.25,) * 3,
+    )
+    save_encoder(network, spec, Place(str(folder)))
+    return str(folder)
+
+
+def test_a_module_of_the_user_is_not_changed(tmp_path: Path, connected: list[str | None]) -> None:
+    trained, network = Own(), Own()
+    run = write_own_run(tmp_path / "run", trained)
+    data = write_digits(tmp_path / "digits.parquet", 20)
+    before = copy.deepcopy(network.state_dict())
+    embed_to_parquet(run, data, tmp_path / "rows", network=network, quiet=True)
+    assert network.layer.weight.stride() == before["layer.weight"].stride()
+    rows = torch.tensor(pq.read_table(tmp_path / "rows")["representation"].to_pylist())
+    encoder: Any = load_encoder(run, network=Own())
+    exact = encoder.encode(digit_files(20)[0])
+    torch.testing.assert_close(rows, exact, rtol=0, atol=1e-5)
+
+
+def test_an_error_of_a_network_is_not_one_of_the_storage(tmp_path: Path, connected: list[str | None]) -> None:
+    run = write_own_run(tmp_path / "run", Own())
+    data = write_digits(tmp_path / "digits.parquet", 20)
+    with pytest.raises(RunError, match="no such cache file"):
+        embed_to_parquet(run, data, tmp_path / "rows", network=Own(OSError("no such cache file")), quiet=True)
+    assert not (tmp_path / "rows").exists()

@@ -326,7 +326,7 @@ class HeadConfig(Section):
     dim: Annotated[int, Field(ge=2)] = 128
     """Dimension of the embedding, at least 2; 128 as in SimCLR. With 0 layers, the representation's width."""
 
-    batchnorm: bool | Literal["all"] = True
+    batchnorm: Literal[True, False, "all"] = True
     """Whether the hidden layers have BatchNorm; ``all`` gives one to the last layer too."""
 
 

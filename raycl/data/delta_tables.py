@@ -63,6 +63,8 @@ def delta_files(place: Place, columns: ColumnNames) -> tuple[list[str], ColumnNa
 
 
 def _open(place: Place) -> Any:
+    if place.is_local and "%" in place.path + place.root:
+        raise DataError(f"{place} has % in its path, which deltalake decodes; rename the folder")
     deltalake = library("deltalake", place, "a Delta table", extra="delta")
     address, options = place.for_object_store()
     try:

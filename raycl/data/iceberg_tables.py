@@ -3,20 +3,20 @@
 import contextlib
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
 import pyarrow as pa
-from pyarrow import fs
 
 from raycl.data.columns import ColumnNames
 from raycl.data.tables import library
 from raycl.errors import DataError, RayclError, first_line
 from raycl.storage import Place
 
-_ENDING = ".metadata.json"
-_METADATA = re.compile(r"(?:v(\d+)|(\d{5,})-[^.]*)(?:\.gz)?\.metadata\.json")
+_ENDING, _ZIPPED = ".metadata.json", ".gz"
+_SNAPSHOT = re.compile(r"snap-.*\.avro")
+_METADATA = re.compile(r"(?:v(\d+)|(\d{5,})-[^.]*)(?:\.gz)?\.metadata\.json(?:\.gz)?")
 _SCHEME = re.compile(r"(file:(//)?|s3[an]?://)")
 _HINT = "version-hint.text"
 _REWRITE = "rewrite its files by CALL system.rewrite_data_files"
@@ -52,23 +52,31 @@ class IcebergTable:
             )
 
 
-def find_metadata(place: Place, entries: Mapping[str, fs.FileInfo]) -> Place | None:
+def find_metadata(place: Place) -> Place | None:
     """Return the newest metadata file of a table's folder or of its folder ``metadata``, or the file itself.
 
-    ``entries`` are the files and folders in the folder. Returns None if there is none. Raises ``DataError`` if several are the newest.
+    Returns None if there is none. Raises ``DataError`` if several are the newest, or none has a name with a number.
     """
-    if not entries:
-        return place if place.name.endswith(_ENDING) else None
-    if "metadata" in entries and not entries["metadata"].is_file:
+    if not place.is_folder():
+        return place if place.name.endswith((_ENDING, _ENDING + _ZIPPED)) else None
+    if (place / "metadata").is_folder():
         place = place / "metadata"
-        entries = place.entries()
+    if place.name != "metadata":
+        return None
+    entries = place.entries()
     numbers = {name: int(found[1] or found[2]) for name in entries if (found := _METADATA.fullmatch(name))}
-    if place.name != "metadata" or not numbers:
+    if not numbers:
+        if any(map(_SNAPSHOT.fullmatch, entries)):
+            raise DataError(
+                f"{place} is of an Iceberg table, but has no metadata file with a number, such as v3{_ENDING}; "
+                "give the metadata file"
+            )
         return None
     # A number in the hint may be old, since a table without a catalog raises it later; a name is the catalog's.
     hint = (place / _HINT).read_text().strip() if _HINT in entries else ""
     newest = sorted(name for name, number in numbers.items() if number == max(numbers.values()))
-    newest = [name for name in (hint, hint + _ENDING) if name in entries] or newest
+    hinted = (hint, hint + _ENDING, hint + _ENDING + _ZIPPED)
+    newest = [name for name in hinted if name in entries] or newest
     if len(newest) > 1:
         raise DataError(
             f"{place} has {len(newest)} files with the highest number, {' and '.join(newest)}; give the one that the "
@@ -130,7 +138,8 @@ class _Input:
     @property
     def location(self) -> str:
         """The name, which has .gz before its ending if the file is compressed."""
-        return self.place.name
+        name = self.place.name  # older tables have it after the ending
+        return f"{name.removesuffix(_ENDING + _ZIPPED)}{_ZIPPED}{_ENDING}" if name.endswith(_ZIPPED) else name
 
     def open(self) -> io.BytesIO:
         """Return the whole content."""
@@ -149,5 +158,5 @@ def _reading(place: Place) -> Iterator[None]:
         raise
     except Exception as error:  # a damaged file may raise anything
         raise DataError(
-            f"cannot read {place} of an Iceberg table: {first_line(error)}; {_REWRITE}, or give another metadata file"
+            f"cannot read {place} of an Iceberg table: {first_line(error)}; restore the table, or give another metadata file"
         ) from error

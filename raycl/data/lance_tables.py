@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, final
 
@@ -13,7 +13,6 @@ from raycl.data.tables import BATCH_ROWS, TableFile, library
 from raycl.errors import DataError, RayclError, first_line
 from raycl.storage import Place, check_plain
 
-_FOLDERS = {"_versions", "data"}
 _GROUP_ROWS = 1_024
 _ORIGIN = re.compile(r"(, )?/\S+\.rs:\d+:\d+")  # of an error, in Lance's own code
 
@@ -53,15 +52,18 @@ class LanceTables:
             return pa.chunked_array([batch[name] for batch in _batches(place, [name])])
 
 
-def is_lance(place: Place, entries: Collection[str]) -> bool:
-    """Whether a folder with these names is a Lance table."""
-    return bool(entries) and (place.name.endswith(".lance") or _FOLDERS.issubset(entries))
+def is_lance(place: Place) -> bool:
+    """Whether a folder is a Lance table."""
+    if not (place / "_versions").is_folder():
+        return False
+    return place.name.endswith(".lance") or (place / "data").is_folder()
 
 
-def lance_fragments(place: Place) -> list[str]:
-    """Return the names of the fragments of the newest version, in their order."""
+def lance_fragments(place: Place, columns: ColumnNames) -> list[str]:
+    """Return the names of the fragments of the newest version, in their order; raises ``DataError`` for missing columns."""
     with _reading(place):
         table = _open(place.uri)
+        columns.found_in(table.schema.names, where=str(place))
         return [
             f"version-{table.version}/{each.fragment_id}-{_file_of(each)}" for each in table.get_fragments()
         ]

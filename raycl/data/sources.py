@@ -274,13 +274,13 @@ def _format_of(name: str) -> TableFormat | None:
 
 def _versioned_table(place: Place, columns: ColumnNames) -> Source | None:
     """Return the newest version of a Delta, Iceberg or Lance table; None for another place."""
-    entries = place.entries() if place.is_folder() else {}
-    if LOG in entries:
+    # A folder of images may have millions of names, so it is not listed here.
+    if (place / LOG).is_folder():
         files, columns = delta_files(place, columns)
         return _table_source(place.uri, files, columns, _PARQUET, kind="delta")
-    if is_lance(place, entries):
-        return _table_source(place.uri, lance_fragments(place), columns, _LANCE)
-    if metadata := find_metadata(place, entries):
+    if is_lance(place):
+        return _table_source(place.uri, lance_fragments(place, columns), columns, _LANCE)
+    if metadata := find_metadata(place):
         table = open_iceberg(metadata, columns)
         found = _table_source(
             table.place.uri, table.files, table.columns, _PARQUET, kind="iceberg", check=table.check

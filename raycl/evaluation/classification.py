@@ -20,11 +20,13 @@ from raycl.errors import ConfigError, DataError
 from raycl.evaluation.knn import knn_accuracy
 from raycl.evaluation.linear import linear_accuracy
 from raycl.evaluation.raw_pixels import BASELINE_SIZE, raw_pixels
+from raycl.gpus import available_cores
 from raycl.inference.embed import columns_for, embedded_tables, formats_of, representations, row_bytes
 from raycl.inference.encoder import read_encoders
 from raycl.inference.reading import connect_unless_small, counting_decoder, read_images
 from raycl.models.encoder_io import ImageEncoder
 from raycl.models.specs import ImageEncoderSpec
+from raycl.training.process import prepared_process
 
 Measure = Literal["knn", "linear"]
 # Raw pixels have thousands of columns, so a larger set is sampled for the baseline.
@@ -83,9 +85,10 @@ def evaluate(
 
     def score(train_set: LabeledSet, test_set: LabeledSet) -> float:
         sets = (train_set.values, train_set.label, test_set.values, test_set.label)
-        if measure == "knn":
-            return knn_accuracy(*sets[2:], *sets[:2], k=k, temperature=temperature)
-        return linear_accuracy(*sets, labels_per_class=labels_per_class, seed=seed)
+        with prepared_process(available_cores()):  # its matrix products are twice as fast on some CPUs
+            if measure == "knn":
+                return knn_accuracy(*sets[2:], *sets[:2], k=k, temperature=temperature)
+            return linear_accuracy(*sets, labels_per_class=labels_per_class, seed=seed)
 
     def represent(name: str) -> LabeledSet:
         with counting_decoder(

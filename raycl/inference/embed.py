@@ -1,5 +1,6 @@
 """Embedding with Ray Data: tasks decode, a pool of actors runs the encoder. Small sets are embedded in this process."""
 
+import copy
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -84,10 +85,9 @@ def embed_to_parquet(
                 embedded = embed_dataset(decode_source(source, decoder), saved, gpu=gpu, network=network)
                 embedded.write_parquet(path, filesystem=filesystem)
             else:
+                table = pa.concat_tables(embedded_tables(source, decoder, saved, network=network))
                 with (place / FILE).create() as stream:
-                    pq.write_table(
-                        pa.concat_tables(embedded_tables(source, decoder, saved, network=network)), stream
-                    )
+                    pq.write_table(table, stream)
             stats = rows_in(decoder.coordinator)
         if index is not None:  # not before the invalid rows are counted
             write_index(place, encoder.spec.representation_dim)
@@ -137,7 +137,7 @@ def embedded_tables(
     """Return the decoded rows of a source with their representations, in order; without Ray in this process."""
     if ray.is_initialized():
         return fetch_tables(embed_dataset(decode_source(source, decoder), saved, gpu=gpu, network=network))
-    embedder = Embedder(saved, network=network)
+    embedder = Embedder(saved, network=copy.deepcopy(network))  # the user's own module must not change
     return [embedder(table) for table in decode_here(source.fragments, source.read, decoder)]
 
 
@@ -220,10 +220,10 @@ def role_of(encoder: ImageEncoder | TextEncoder) -> Literal["image", "text"]:
 
 
 def row_bytes(encoder: ImageEncoder | TextEncoder) -> int:
-    """Return the size of a decoded value for an encoder; of a text, at most."""
-    if isinstance(encoder, ImageEncoder):
-        return encoder.spec.image_format().num_bytes
-    return 4 * encoder.spec.max_tokens
+    """Return the size of a decoded value and its representation; of a text, at most."""
+    is_image = isinstance(encoder, ImageEncoder)
+    decoded = encoder.spec.image_format().num_bytes if is_image else 4 * encoder.spec.max_tokens
+    return decoded + 4 * encoder.spec.representation_dim
 
 
 def formats_of(encoder: ImageEncoder | TextEncoder) -> Formats:

@@ -2,10 +2,11 @@
 
 import os
 from collections.abc import Iterable
+from importlib import import_module
 from importlib.util import find_spec
 
 from raycl.data.sources import check_exists
-from raycl.errors import ConfigError, StorageError
+from raycl.errors import ConfigError, StorageError, first_line
 from raycl.gpus import are_missing, check_gpu
 from raycl.lease import check_absent
 from raycl.models.registry import SPEC, SideName, check_side
@@ -30,10 +31,13 @@ def check_index(index: str | None) -> None:
     """Raise ``ConfigError`` unless an index of this kind can be written here."""
     if index not in ("faiss", None):
         raise ConfigError(f"cannot write an index of kind {index!r}; the only one is faiss")
-    if index == "faiss" and find_spec("faiss") is None:
-        raise ConfigError(
-            "the index needs the package faiss-cpu, which is not installed; pip install 'raycl[faiss]'"
-        )
+    if index == "faiss":
+        try:
+            import_module("faiss")
+        except ImportError as error:
+            raise ConfigError(
+                f"the index needs the package faiss-cpu ({first_line(error)}); pip install 'raycl[faiss]'"
+            ) from error
 
 
 def check_mining(num_negatives: int, max_relative_score: float) -> None:

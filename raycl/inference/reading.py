@@ -25,18 +25,19 @@ from raycl.ray_runtime import connect_cluster, fetch_tables, unwrap_ray_errors
 from raycl.tokenization import InvalidTextError, read_text
 from raycl.training.coordinator import RunCoordinator, rows_in, start_coordinator
 
-MAX_BYTES = 256 * 2**20  # of decoded rows that one process reads without Ray
+MAX_BYTES = 256 * 2**20  # of decoded rows and their representations that one process holds without Ray
 TEXTS = ("text", "caption", "query", "document")
 
 
 def connect_unless_small(
     num_bytes: int, *, gpu: bool = False, address: str | None = None, debug: bool = False
 ) -> None:
-    """Connect to Ray, which takes seconds, unless the decoded rows are small and no GPU or cluster is asked for.
+    """Connect to Ray, which takes seconds, unless the rows are small and neither a GPU nor a cluster is asked for.
 
     Without Ray, :func:`decoded_tables` and :func:`raycl.inference.embed.embedded_tables` work in this process.
     """
-    if gpu or address or os.environ.get("RAY_ADDRESS") or num_bytes > MAX_BYTES:
+    # Also if Ray was started elsewhere, since this makes Ray Data keep the order of rows.
+    if ray.is_initialized() or gpu or address or os.environ.get("RAY_ADDRESS") or num_bytes > MAX_BYTES:
         connect_cluster(address, debug=debug, quiet_core=True)
 
 

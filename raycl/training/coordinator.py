@@ -87,13 +87,15 @@ class RunCoordinator:
         """Return the age of the last heartbeat."""
         return time.monotonic() - self._last_heartbeat
 
-    def claim_standby_nodes(self, nodes: Sequence[str], *, most: int) -> list[str]:
+    def claim_standby_nodes(self, nodes: Sequence[str], most: int) -> list[str]:
         """Return those of the nodes that no worker has claimed, until ``most`` of them are claimed.
 
         A worker claims a node before it asks for processes there that replace lost ones.
         """
         claimed = self._standby_nodes.intersection(nodes)
         new = [node for node in nodes if node not in claimed][: max(0, most - len(claimed))]
+        if new:
+            self._write("claim_standby_nodes", new, len(new))
         self._standby_nodes.update(new)
         return new
 
