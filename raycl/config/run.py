@@ -124,8 +124,8 @@ class RunConfig(Section):
 
     batchnorm: Literal["synchronized", "shuffled", "layer", "group", "local", "local_view"] = "synchronized"
     """Rows that share BatchNorm statistics: the rows of all workers (``synchronized``), of one worker
-    (``local``), of one view of one worker (``local_view``), or of random groups (``shuffled``). ``layer`` and ``group`` replace BatchNorm by LayerNorm
-    or GroupNorm.
+    (``local``), of one view of one worker (``local_view``), or of random groups (``shuffled``). ``layer`` and
+    ``group`` replace BatchNorm by LayerNorm or GroupNorm.
     """
 
     batchnorm_groups: Count = 8

@@ -60,7 +60,10 @@ def is_lance(place: Place) -> bool:
 
 
 def lance_fragments(place: Place, columns: ColumnNames) -> list[str]:
-    """Return the names of the fragments of the newest version, in their order; raises ``DataError`` for missing columns."""
+    """Return the names of the fragments of the newest version, in their order.
+
+    Raises ``DataError`` for missing columns.
+    """
     with _reading(place):
         table = _open(place.uri)
         columns.found_in(table.schema.names, where=str(place))

@@ -201,7 +201,7 @@ class Source:
 
 
 def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
-    """Find the source at ``uri``: a file of rows in one of the formats, a folder or a pattern of them, a table or a folder of images.
+    """Find the source at ``uri``: a file of rows, a folder or a pattern of them, a table, or a folder of images.
 
     Raises ``DataError`` if nothing is there, a column is missing or a file is broken, ``StorageError`` if the storage
     cannot be reached.

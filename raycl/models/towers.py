@@ -71,7 +71,8 @@ def build_projection_head(
 
     Hidden layers are as wide as the representation unless ``hidden_dim`` is given. Each is followed by
     BatchNorm (unless ``batchnorm`` is False, as in MoCo v2) and ReLU. With ``all`` the last layer has BatchNorm
-    too, and no bias. One layer makes the head linear; zero layers make it the identity, a ``ConfigError`` unless ``in_dim`` equals ``dim``.
+    too, and no bias. One layer makes the head linear; zero layers make it the identity, a ``ConfigError`` unless
+    ``in_dim`` equals ``dim``.
     """
     if num_layers == 0:
         if in_dim != dim:

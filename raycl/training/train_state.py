@@ -44,7 +44,8 @@ class EmbedConfig:
     :func:`~raycl.gradient_cache.checkpoint_activations` too.
     Shuffled BatchNorm normalizes random groups of ``rows_per_group`` rows: keys, or all views of a single
     tower. ``leak_group_size`` is the number of rows normalized together, for the leakage probe; 0 if
-    BatchNorm cannot leak. ``by_view`` embeds each view on its own. ``all_views`` compares all views of a sample at once instead of pairs of them.
+    BatchNorm cannot leak. ``by_view`` embeds each view on its own. ``all_views`` compares all views of a sample
+    at once instead of pairs of them.
     """
 
     chunk_size: int | None = None

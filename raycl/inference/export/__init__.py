@@ -30,10 +30,10 @@ def export_encoder(
     vectors of ``load_encoder(run).encode``, not normalized. ``torchvision`` takes encoders of images:
     ``weights.pth`` holds the weights, ``architecture.json`` the name of the network, or ``model.py`` builds
     a network that torchvision has no name for. ``timm`` takes its own networks among these, and
-    ``timm.create_model("local-dir:...", pretrained=True)`` gives the vectors of ``encode``. ``onnx`` takes both: ``model.onnx`` is a graph of uint8
-    images [batch, image_size, image_size, channels], which it normalizes, or of int64 tokens
-    [batch, length], which ``tokenizer.json`` gives; ``model.json`` describes its input. All load only local
-    files. Without ``to``, images go to torchvision and texts to sentence-transformers. ``side`` selects one of two
+    ``timm.create_model("local-dir:...", pretrained=True)`` gives the vectors of ``encode``. ``onnx`` takes both:
+    ``model.onnx`` is a graph of uint8 images [batch, image_size, image_size, channels], which it normalizes, or of
+    int64 tokens [batch, length], which ``tokenizer.json`` gives; ``model.json`` describes its input. All load only
+    local files. Without ``to``, images go to torchvision and texts to sentence-transformers. ``side`` selects one of two
     towers, with its projection head.
 
     Raises ``StorageError`` if the output exists, and ``ConfigError`` for an encoder that the package cannot
