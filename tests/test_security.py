@@ -90,10 +90,11 @@ def imported(path: Path) -> set[str]:
 LOADERS = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "jsonpickle"}
 PROGRAMS = {"eval", "exec", "compile", "os.system", "os.popen", "tempfile.mktemp"}
 LOADS = {"torch.load", "torch.hub.load", "torch.jit.load"}
-# The user's own networks, an optional package, and raycl's public names.
+# The user's own networks, optional packages named by raycl, and raycl's public names.
 MAY_IMPORT = {
     "raycl/loss_specs.py",  # objectives in the table LOSSES
     "raycl/__init__.py",
+    "raycl/data/tables.py",
     "raycl/models/custom.py",
     "raycl/models/text.py",
 }

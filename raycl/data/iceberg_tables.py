@@ -15,6 +15,7 @@ from raycl.errors import DataError, RayclError, first_line
 from raycl.storage import Place
 
 _ENDING, _ZIPPED = ".metadata.json", ".gz"
+METADATA = (_ENDING, _ENDING + _ZIPPED)  # endings of a metadata file
 _SNAPSHOT = re.compile(r"snap-.*\.avro")
 _METADATA = re.compile(r"(?:v(\d+)|(\d{5,})-[^.]*)(?:\.gz)?\.metadata\.json(?:\.gz)?")
 _SCHEME = re.compile(r"(file:(//)?|s3[an]?://)")
@@ -57,8 +58,8 @@ def find_metadata(place: Place) -> Place | None:
 
     Returns None if there is none. Raises ``DataError`` if several are the newest, or none has a name with a number.
     """
-    if not place.is_folder():
-        return place if place.name.endswith((_ENDING, _ENDING + _ZIPPED)) else None
+    if place.name.endswith(METADATA):
+        return place
     if (place / "metadata").is_folder():
         place = place / "metadata"
     if place.name != "metadata":

@@ -15,7 +15,7 @@ from raycl.data.arrow_tables import ArrowTables, unread_files
 from raycl.data.columns import ColumnNames, is_list, is_text
 from raycl.data.csv_tables import CsvTables
 from raycl.data.delta_tables import LOG, delta_files
-from raycl.data.iceberg_tables import find_metadata, open_iceberg
+from raycl.data.iceberg_tables import METADATA, find_metadata, open_iceberg
 from raycl.data.ids import content_ids, stable_ids
 from raycl.data.images import EXTENSIONS, is_image_struct, read_image, struct_images
 from raycl.data.json_tables import JsonTables
@@ -274,6 +274,8 @@ def _format_of(name: str) -> TableFormat | None:
 
 def _versioned_table(place: Place, columns: ColumnNames) -> Source | None:
     """Return the newest version of a Delta, Iceberg or Lance table; None for another place."""
+    if not place.is_folder() and not place.name.endswith(METADATA):
+        return None
     # A folder of images may have millions of names, so it is not listed here.
     if (place / LOG).is_folder():
         files, columns = delta_files(place, columns)

@@ -1,7 +1,5 @@
 """The search index beside embedded rows, in FAISS's format."""
 
-import importlib
-
 import numpy as np
 
 from raycl.data.parquet_tables import open_parquet
@@ -16,7 +14,8 @@ def write_index(folder: Place, dim: int) -> None:
 
     Holds all rows in memory once, as any process that loads the index does.
     """
-    faiss = importlib.import_module("faiss")
+    import faiss  # an optional package
+
     files = [folder / name for name, _ in folder.files() if name.endswith(".parquet")]
     flat = faiss.IndexFlatIP(dim)
     index = faiss.IndexIDMap(flat)
@@ -29,7 +28,8 @@ def write_index(folder: Place, dim: int) -> None:
                 faiss.normalize_L2(rows)  # in place
                 index.add_with_ids(rows, batch.column("sample_id").to_numpy())
     with (folder / INDEX).create() as stream:
-        faiss.write_index(index, faiss.PyCallbackIOWriter(stream.write))
+        writer = faiss.PyCallbackIOWriter(stream.write)  # pyright: ignore[reportAttributeAccessIssue]
+        faiss.write_index(index, writer)
 
 
 def _num_rows(place: Place) -> int:

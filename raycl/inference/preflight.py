@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterable
-from importlib import import_module
 from importlib.util import find_spec
 
 from raycl.data.sources import check_exists
@@ -33,7 +32,7 @@ def check_index(index: str | None) -> None:
         raise ConfigError(f"cannot write an index of kind {index!r}; the only one is faiss")
     if index == "faiss":
         try:
-            import_module("faiss")
+            import faiss  # noqa: F401
         except ImportError as error:
             raise ConfigError(
                 f"the index needs the package faiss-cpu ({first_line(error)}); pip install 'raycl[faiss]'"
