@@ -1,4 +1,4 @@
-"""Checks of GPUs and CPUs, importable without Ray, so that a run without GPUs is refused before Ray starts."""
+"""GPUs, CPUs and their checks, importable without Ray, so that a run without GPUs is refused before Ray starts."""
 
 import math
 import os

@@ -662,9 +662,7 @@ def test_a_delta_table_whose_files_would_be_read_wrongly_is_refused_in_one_line(
             '\\"metadata\\":{}', json.dumps({"metadata": physical}).replace('"', '\\"')[1:-1]
         )
     )
-    with pytest.raises(
-        DataError, match="with column mapping, whose files name the columns otherwise; copy it"
-    ):
+    with pytest.raises(DataError, match="with column mapping, whose files have other column names; copy it"):
         find_source(str(place), TEXTS)
     place = write_rows(tmp_path / "unused.delta", [{"text": "a"}])
     commit(place, "deletionVectors")

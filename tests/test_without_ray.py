@@ -101,6 +101,18 @@ def test_values_of_this_process_are_embedded_in_order(run: str, connected: list[
     assert connected == []
 
 
+def test_representations_count_as_well_as_images(
+    run: str, connected: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, _ = digit_files(20)
+    monkeypatch.setattr(reading, "MAX_BYTES", 20 * (32 * 32 * 3 + 4 * 64))
+    embed_values(files, read_encoder(run), quiet=True)
+    assert connected == []
+    monkeypatch.setattr(reading, "MAX_BYTES", 20 * 32 * 32 * 3)
+    embed_values(files, read_encoder(run), quiet=True)
+    assert connected == [None]
+
+
 def test_large_sets_gpus_and_clusters_need_ray(
     connected: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,11 +31,10 @@ _ROWS_PER_FRAGMENT = 1_024  # of a Ray Dataset
 class Decoder:
     """Turn raw rows into tables: ``sample_id``, ``label``, and the columns of the formats by role.
 
-    A row with an invalid value is skipped, and the coordinator, if there is one, counts it by cause; it is an actor, or
-    an object of this process. Rows that
-    ``keep`` refuses are not decoded; ``count`` selects the decoded rows that are counted (by default all). The rows of a click
-    log were counted before they were grouped into pairs: ``counts_rows=False``. ``prefix`` precedes the names of
-    the fragments, by which the coordinator counts.
+    A row with an invalid value is skipped, and the coordinator, if there is one, counts it by cause. It is an actor, or
+    an object of this process. Rows that ``keep`` refuses are not decoded; ``count`` selects the decoded rows that are
+    counted (by default all). The rows of a click log were counted before they were grouped into pairs:
+    ``counts_rows=False``. ``prefix`` precedes the names of the fragments, by which the coordinator counts.
     """
 
     formats: Formats
@@ -166,7 +165,7 @@ def decode_here(
     read: Callable[[Fragment], Iterator[RawRows]],
     decoder: Decoder,
 ) -> Iterator[pa.Table]:
-    """Yield the decoded rows of fragments in order, without Ray; threads decode ahead, as far as all rows."""
+    """Yield the decoded rows of fragments in order, without Ray; threads may decode all rows ahead."""
 
     def decode(fragment: Fragment) -> list[pa.Table]:
         return list(decoder.tables(fragment.name, read(fragment)))

@@ -34,12 +34,12 @@ def delta_files(place: Place, columns: ColumnNames) -> tuple[list[str], ColumnNa
     table = _open(place)
     if others := sorted({*(table.protocol().reader_features or ())} - _FEATURES):
         raise DataError(
-            f"{place} is a Delta table with {', '.join(others)}, which raycl does not read; copy it without"
+            f"{place} is a Delta table with {', '.join(others)}, which raycl does not read; copy it to a table without them"
         )
     about = table.metadata()
     if about.configuration.get("delta.columnMapping.mode", "none") != "none":
         raise DataError(
-            f"{place} is a Delta table with column mapping, whose files name the columns otherwise; copy it to a table "
+            f"{place} is a Delta table with column mapping, whose files have other column names; copy it to a table "
             "with delta.columnMapping.mode none"
         )
     if _has_deletions(table, place):

@@ -85,7 +85,7 @@ def evaluate(
 
     def score(train_set: LabeledSet, test_set: LabeledSet) -> float:
         sets = (train_set.values, train_set.label, test_set.values, test_set.label)
-        with prepared_process(available_cores()):  # its matrix products are twice as fast on some CPUs
+        with prepared_process(available_cores()):  # its matrix products are faster on some CPUs
             if measure == "knn":
                 return knn_accuracy(*sets[2:], *sets[:2], k=k, temperature=temperature)
             return linear_accuracy(*sets, labels_per_class=labels_per_class, seed=seed)
