@@ -158,8 +158,12 @@ def test_a_new_process_imports_modules_unless_it_lacks_raycl_or_has_a_hook_of_th
     assert importing("import_worker") == {}
 
 
-def test_a_process_that_cannot_ask_for_another_one_continues() -> None:
-    assert not request_standby()  # there is no Ray here
+def test_a_process_without_ray_asks_for_no_other_and_starts_no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray._private.auto_init_hook.auto_init_ray", lambda: started.append(1))
+    assert not request_standby()
+    assert started == []
 
 
 @pytest.mark.parametrize(("age_s", "delay_s"), [(0, 60), (30, 30), (50, 15), (9_999, 15)])

@@ -96,6 +96,8 @@ def request_standby(number: int = 1, *, address: str | None = None) -> bool:
 
     ``address`` is that of the node's raylet; without one, it is this node.
     """
+    if not ray.is_initialized():  # get_runtime_context would start Ray, or wait for a cluster that has ended
+        return False
     # Ray's own interface for its libraries, which may change: a run must not depend on it.
     with contextlib.suppress(Exception):
         from ray._private.grpc_utils import init_grpc_channel
