@@ -20,6 +20,7 @@ CHECKPOINTS = "checkpoints"  # the folder of Ray Train's checkpoints
 CHECKPOINT_LIST = "checkpoint_manager_snapshot.json"  # Ray Train's list of them
 STATE = "state.pt"  # in each checkpoint
 _COPY = "checkpoint_list.json"  # of the list
+_LIST_ATTEMPTS, _LIST_WAIT_S = 3, 0.5
 _RESULTS, _LATEST, _NUMBERS = "checkpoint_results", "latest_checkpoint_result", "checkpoint_report_indices"
 _NAME = "checkpoint_dir_name"
 RENAMED = {  # keys of lines and results that older versions wrote
@@ -213,6 +214,38 @@ def copied_list(folder: Place) -> dict[str, Any] | None:
     """Return the copied list of checkpoints in ``folder``, without deleted ones; None without a copy."""
     copy = _read(folder / _COPY)
     return None if copy is None else _without_deleted(copy, folder)
+
+
+def last_checkpoint(output: Place) -> str:
+    """Return the name of the last complete checkpoint; raises ``StorageError`` if there is none."""
+    folder = output / CHECKPOINTS
+    latest = (
+        _read_list(folder).get("latest_checkpoint_result") if (folder / CHECKPOINT_LIST).exists() else None
+    )
+    if latest is None:
+        raise StorageError(f"the run at {output} has no checkpoint yet; repeat the command after its first")
+    return latest["checkpoint_dir_name"]
+
+
+def complete_checkpoints(output: Place) -> list[str]:
+    """Return the names of the complete checkpoints that the run still has, in no order."""
+    folder = output / CHECKPOINTS
+    listed = _read_list(folder) if (folder / CHECKPOINT_LIST).exists() else {}
+    names = {each["checkpoint_dir_name"] for each in listed.get("checkpoint_results", [])}
+    return sorted(name for name in names if (folder / name / STATE).exists())
+
+
+def _read_list(folder: Place) -> dict[str, Any]:
+    place = folder / CHECKPOINT_LIST
+    for _ in range(_LIST_ATTEMPTS):
+        try:
+            return json.loads(place.read_text())
+        except json.JSONDecodeError:
+            time.sleep(_LIST_WAIT_S)  # Ray rewrites the file in place, so it may be incomplete
+    copy = copied_list(folder)
+    if copy is not None:
+        return copy
+    raise StorageError(f"cannot read {place}: the list of checkpoints is damaged; repeat the command")
 
 
 def _read(place: Place) -> dict[str, Any] | None:

@@ -1,5 +1,6 @@
 """Shards of a bank leave nodes that will be removed, and lose no row, without Ray."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -189,7 +190,7 @@ def saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNa
     bank, notices = FakeBank(a_spec("memory_bank", tmp_path, num_shards=2)), list[str]()
     coordinator = SimpleNamespace(add_notice=SimpleNamespace(remote=notices.append))
     checkpoints = SimpleNamespace(every_steps=None, interval_s=1e9)
-    config = SimpleNamespace(checkpoints=checkpoints, log_every_steps=1)
+    config = SimpleNamespace(checkpoints=checkpoints)
     job: Any = SimpleNamespace(bank=bank, coordinator=coordinator, config=config, output=tmp_path)
     monkeypatch.setattr("ray.train.get_preemption_info", lambda: None)
     monkeypatch.setattr("raycl.training.checkpoint.saved_steps", lambda _: set[int]())
@@ -202,7 +203,8 @@ def saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNa
     yield SimpleNamespace(
         bank=bank,
         notices=notices,
-        is_due=lambda: checkpointer.is_due(Position(step=4)),
+        checkpointer=checkpointer,
+        is_due=lambda: checkpointer.is_due(Position(step=4), check=True),
         writes=lambda does: setattr(checkpointer, "_is_writer", does),
         save=lambda: checkpointer._save_bank(Position(step=4), store),  # pyright: ignore[reportArgumentType]
     )
@@ -234,6 +236,24 @@ def test_a_shard_without_another_node_is_saved_and_reported_once_and_moves_when_
     assert saving.is_due()
     saving.save()
     assert ("move", [0]) in saving.bank.events
+
+
+def test_the_first_worker_asks_for_a_check_once_a_second_however_long_steps_take(
+    saving: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = time.monotonic()
+    saving.bank.risks = [ShardAtRisk(0, "0123456789", True)]
+    asked, due = list[int](), list[int]()
+    for step, seconds in enumerate([0.4, 0.9, 1.4, 1.9, 2.5, 30.0, 60.0]):
+        monkeypatch.setattr("time.monotonic", lambda seconds=seconds: start + seconds)
+        if check := saving.checkpointer.wants_check():
+            asked.append(step)
+        if saving.checkpointer.is_due(Position(step=step), check=check):
+            due.append(step)
+    assert (asked, due) == ([2, 4, 5, 6], [2])
+    saving.writes(False)
+    monkeypatch.setattr("time.monotonic", lambda: start + 90.0)
+    assert not saving.checkpointer.wants_check()
 
 
 def test_only_the_worker_that_writes_asks_about_the_bank(

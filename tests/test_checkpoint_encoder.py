@@ -122,7 +122,7 @@ def test_a_partly_written_list_is_read_again(run: Path, monkeypatch: pytest.Monk
     writer.start()
     assert load_checkpoint_encoder(str(run)).checkpoint == "step-00000005"
     writer.join()
-    monkeypatch.setattr(saved, "_LIST_WAIT_S", 0.01)
+    monkeypatch.setattr("raycl.records._LIST_WAIT_S", 0.01)
     (run / "checkpoints" / "checkpoint_manager_snapshot.json").write_text('{"latest')
     with pytest.raises(StorageError, match="list of checkpoints is damaged"):
         load_checkpoint_encoder(str(run))

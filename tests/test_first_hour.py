@@ -15,8 +15,7 @@ import pytest
 
 from raycl.demo.digits import write_digits
 from raycl.errors import StorageError
-from raycl.inference.checkpoint_encoder import last_checkpoint
-from raycl.records import read_result
+from raycl.records import last_checkpoint, read_result
 from raycl.storage import Place
 from tests.test_docs import _BLOCK, DOCS, Block, Command, commands_in, parse
 

@@ -1,8 +1,6 @@
 """The encoders in the last checkpoint of a run, which may still be training."""
 
-import json
 import sys
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -19,11 +17,9 @@ from raycl.models.build import build_encoder, complete_spec, encoder_specs, load
 from raycl.models.encoder_io import ImageEncoder, SavedEncoder, TextEncoder, load_state
 from raycl.models.registry import SideName, check_trusted
 from raycl.models.specs import EncoderSpec, HeadSpec, ImageEncoderSpec, TextEncoderSpec
-from raycl.records import CHECKPOINT_LIST, CHECKPOINTS, CONFIG, STATE, copied_list
+from raycl.records import CHECKPOINTS, CONFIG, STATE, last_checkpoint
 from raycl.storage import Place, absolute
 from raycl.tokenization import Tokenizer, Vocabulary
-
-_LIST_ATTEMPTS, _LIST_WAIT_S = 3, 0.5
 
 
 @final
@@ -178,38 +174,6 @@ def _last_state(output: Place) -> tuple[str, dict[str, Any]]:
             previous, name = name, last_checkpoint(output)
             if name == previous:
                 raise
-
-
-def last_checkpoint(output: Place) -> str:
-    """Return the name of the last complete checkpoint; raises ``StorageError`` if there is none."""
-    folder = output / CHECKPOINTS
-    latest = (
-        _read_list(folder).get("latest_checkpoint_result") if (folder / CHECKPOINT_LIST).exists() else None
-    )
-    if latest is None:
-        raise StorageError(f"the run at {output} has no checkpoint yet; repeat the command after its first")
-    return latest["checkpoint_dir_name"]
-
-
-def complete_checkpoints(output: Place) -> list[str]:
-    """Return the names of the complete checkpoints that the run still has, in no order."""
-    folder = output / CHECKPOINTS
-    listed = _read_list(folder) if (folder / CHECKPOINT_LIST).exists() else {}
-    names = {each["checkpoint_dir_name"] for each in listed.get("checkpoint_results", [])}
-    return sorted(name for name in names if (folder / name / STATE).exists())
-
-
-def _read_list(folder: Place) -> dict[str, Any]:
-    place = folder / CHECKPOINT_LIST
-    for _ in range(_LIST_ATTEMPTS):
-        try:
-            return json.loads(place.read_text())
-        except json.JSONDecodeError:
-            time.sleep(_LIST_WAIT_S)  # Ray rewrites the file in place, so it may be incomplete
-    copy = copied_list(folder)
-    if copy is not None:
-        return copy
-    raise StorageError(f"cannot read {place}: the list of checkpoints is damaged; repeat the command")
 
 
 def _weights_below(prefix: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from raycl.negatives.bank import Bank
 from raycl.negatives.saved_bank import SavedBank
 from raycl.negatives.search import Neighbors
 from raycl.negatives.stats import BankStats
-from raycl.records import METRICS
+from raycl.records import METRICS, last_checkpoint
 from raycl.report.history import Series, read_history
 from raycl.serve import schemas
 from raycl.serve.requests import read_query
@@ -149,7 +149,7 @@ class QueryEncoder:
         ``ConfigError`` for content of another kind than the run's.
         """
         # Importing torch costs seconds and memory, which queries by id need not pay.
-        from raycl.inference.checkpoint_encoder import last_checkpoint, load_checkpoint_encoder
+        from raycl.inference.checkpoint_encoder import load_checkpoint_encoder
 
         with self._lock:
             encoder = self._encoder

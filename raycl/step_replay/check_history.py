@@ -7,8 +7,7 @@ from typing import Any, final
 
 from raycl.chain import CHAIN, CHECKPOINT, END, START, kept_links, log_heads, read_chain, sha256_of_files
 from raycl.errors import DataError
-from raycl.inference.checkpoint_encoder import complete_checkpoints
-from raycl.records import CHECKPOINTS, METRICS, RESULT, STATE
+from raycl.records import CHECKPOINTS, METRICS, RESULT, STATE, complete_checkpoints
 from raycl.step_replay.check import Check, checked
 from raycl.step_replay.record import RecordedRun
 

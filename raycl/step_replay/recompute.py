@@ -8,7 +8,7 @@ from typing import Any, final
 from raycl.chain import CHAIN, START
 from raycl.errors import ConfigError, DataError
 from raycl.gpus import available_cores
-from raycl.inference.checkpoint_encoder import complete_checkpoints
+from raycl.records import complete_checkpoints
 from raycl.step_replay.check_history import History
 from raycl.step_replay.float64 import has_dropout, losses_in_float64
 from raycl.step_replay.restore import train_until

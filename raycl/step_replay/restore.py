@@ -8,9 +8,8 @@ import torch
 
 from raycl.config import RunConfig
 from raycl.errors import ConfigError, DataError, StorageError
-from raycl.inference.checkpoint_encoder import complete_checkpoints
 from raycl.negatives.snapshot import read_queue
-from raycl.records import CHECKPOINTS, STATE
+from raycl.records import CHECKPOINTS, STATE, complete_checkpoints
 from raycl.step_replay.record import RecordedRun
 from raycl.step_replay.rows import RunRows
 from raycl.training.checkpoint import Restored, numbers_of, read_checkpoint

@@ -37,6 +37,7 @@ from raycl.training.train_state import TrainState
 SCORE = "score"  # Ray Train keeps the checkpoints with the highest ones
 _MAX_COST = 0.01  # of the time, for checkpoints whose interval is not configured
 _INTERVALS_S = 2.0, 300.0  # the shortest and the longest of these
+_CHECK_S = 1.0  # between two checks of the time and of the nodes
 _NAME = re.compile(r"step-([0-9]{8,})(?:-stage([0-9]+))?(?:-again([0-9]+))?(?:-judged)?")
 _ORDER = ("rollbacks", "step", "stage")
 
@@ -77,15 +78,24 @@ class Checkpointer:
         self._preempted: frozenset[int] = frozenset()  # ranks whose nodes will be preempted
         self._at_risk: frozenset[ShardAtRisk] = frozenset()  # shards of the bank whose nodes will be removed
         self.saved_step, self._saved_at = position.step, time.monotonic()
+        self._checked_at = self._saved_at
         configured = job.config.checkpoints.interval_s
         self._interval_s = _INTERVALS_S[0] if configured is None else configured
 
-    def is_due(self, position: Position) -> bool:
-        """Whether to save after this step: by step, by time, or before a node of workers or of the bank is removed."""
+    def wants_check(self) -> bool:
+        """Whether all workers should check the time and the nodes after the next step: the first one asks once a second."""
+        return self._is_writer and time.monotonic() - self._checked_at > _CHECK_S
+
+    def is_due(self, position: Position, *, check: bool) -> bool:
+        """Whether to save after this step: by step, by time, or before a node of workers or of the bank is removed.
+
+        The last two are known only with ``check``, equal on all workers.
+        """
         every = self._job.config.checkpoints.every_steps
         is_due_by_step = every is not None and position.step % every == 0
-        if position.step % self._job.config.log_every_steps:
+        if not check:
             return is_due_by_step
+        self._checked_at = time.monotonic()
         # Clocks differ between workers: the first one decides.
         late = self._is_writer and (
             time.monotonic() - self._saved_at > self._interval_s or self._is_bank_newly_at_risk()
@@ -243,6 +253,12 @@ def numbers_of(name: str) -> tuple[int, int, int] | None:
     """Return the step, the stage and the number of rollbacks of the checkpoint of this name; None for other names."""
     found = _NAME.fullmatch(name)
     return None if found is None else (int(found[1]), int(found[2] or 0), int(found[3] or 0))
+
+
+def resume_order(name: str) -> tuple[int, int, int]:
+    """Return the rollbacks, the step and the stage of a checkpoint: the order in which a run resumes from the last one."""
+    step, stage, rollbacks = numbers_of(name) or (0, 0, 0)
+    return rollbacks, step, stage
 
 
 def load_checkpoint() -> Restored | None:

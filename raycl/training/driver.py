@@ -22,9 +22,9 @@ from raycl.errors import RunError, StoppedError, StorageError, last_line
 from raycl.gpus import accelerators, check_accelerator, check_bfloat16
 from raycl.progress import ProgressLine, notices_of, steps_made
 from raycl.ray_runtime import check_resources, cpus_for_a_worker, crowding, find_raycl_error
-from raycl.records import CHECKPOINTS, repair_manifest, wall_seconds, write_result
+from raycl.records import CHECKPOINTS, complete_checkpoints, repair_manifest, wall_seconds, write_result
 from raycl.storage import Place
-from raycl.training.checkpoint import SCORE, saved_steps
+from raycl.training.checkpoint import SCORE, resume_order
 from raycl.training.controller import (
     Finished,
     Outcome,
@@ -59,7 +59,7 @@ def train_in_groups(
     """
     workers, num_failures = job.workers_at(0), 0
     job = replace(job, began=time.time() - wall_seconds(job.output))
-    saved: set[int] = set()
+    saved = frozenset[str]()
     notices = notices_of(job.coordinator)
     with (
         _open_pool(job) as pool,
@@ -73,13 +73,14 @@ def train_in_groups(
                 # Even if the run ends: other code in a notebook needs the resources.
                 with contextlib.suppress(Exception):
                     remove_leaked_placement_groups()
-                before, saved = saved, saved_steps(job.output)
+                before, saved = saved, _saved(job.output)
                 # Any new checkpoint is progress, also one below a step that was rolled back.
                 num_failures = 1 if saved - before else num_failures + 1
                 if find_raycl_error(error) is not None or num_failures > job.config.max_failures:
                     raise
                 failures = f"failure {num_failures} of {job.config.max_failures}"
-                report(f"{last_line(error)}: resuming from step {max(saved, default=0)} ({failures})")
+                step = max(map(resume_order, saved), default=(0, 0))[1]
+                report(f"{last_line(error)}: resuming from step {step} ({failures})")
                 job = replace(job, failure=_failure(job, last_line(error)))
                 continue
             match outcome:
@@ -92,6 +93,13 @@ def train_in_groups(
                         f"the run was stopped after step {step}, which is saved; continue it with --resume",
                         shutdown.last_signal,
                     )
+
+
+def _saved(output: Place) -> frozenset[str]:
+    """Return the names of the complete checkpoints; none if their list is truncated, until the next group repairs it."""
+    with contextlib.suppress(StorageError):
+        return frozenset(complete_checkpoints(output))
+    return frozenset()
 
 
 def _failure(job: Job, text: str) -> Failure:

@@ -139,7 +139,7 @@ class Trainer:
                 return self._handle_collapse(collapse)
             if self._is_stopping or position.stage_step == runner.plan.stage.steps:
                 return None
-            if self._checkpointer.is_due(position):
+            if self._checkpointer.is_due(position, check=output.check_requested):
                 self._save()
         return self._end_epoch()
 
@@ -150,6 +150,7 @@ class Trainer:
                 views,
                 is_watched=self._is_logged(position.step + 1),
                 stop_requested=self._stop_requested.is_set(),
+                check_requested=self._checkpointer.wants_check(),
             )
             self._chain.step(views, position, output.loss)
             return output

@@ -29,13 +29,14 @@ class StepOutput:
 
     ``watched`` are queries of all workers and their positives, both [n, dim]. ``collapsed_loss`` is the
     loss if all embeddings were equal, or None if it is unknown. ``stop_requested`` is true on all workers once
-    a stop was requested from one of them. ``grad_norm`` is the norm of the clipped gradient before clipping.
+    a stop was requested from one of them, and ``check_requested`` if the first one asked for a check. ``grad_norm`` is the norm of the clipped gradient before clipping.
     ``guided`` are the counts of negatives that a guide masks.
     """
 
     loss: float
     collapsed_loss: float | None
     stop_requested: bool = False
+    check_requested: bool = False
     watched: Download | None = None
     grad_norm: Download | None = None
     guided: Download | None = None
@@ -64,11 +65,14 @@ def train_step(
     momentum: float,
     precision: str,
     stop_requested: bool = False,
+    check_requested: bool = False,
     is_watched: bool = False,
     take_keys: TakeKeys | None = None,
     embed: Callable[..., Embedded] | None = None,
 ) -> StepOutput:
     """Make one step; ``step`` counts from 0, ``stop_requested`` is this worker's own.
+
+    ``check_requested`` asks all workers to check whether a checkpoint is due; only the first worker may set it.
 
     ``take_keys`` takes keys from a pool of actors, if there is one. ``embed`` replaces ``state.embed``.
 
@@ -93,8 +97,9 @@ def train_step(
     assert positive is not None, "every query has a key or a slot"
     watched = _few(query, positive) if is_watched else None
     with phase("loss"):
-        # One collective for both: all workers must stop together, and a second one would slow each step.
-        total, num_requests = all_sum(torch.stack([loss, torch.full_like(loss, stop_requested)])).tolist()
+        # One collective for all: the workers must stop together, and a second one would slow each step.
+        requests = torch.full_like(loss, 2 * stop_requested + check_requested)
+        total, sum_of_requests = all_sum(torch.stack([loss, requests])).tolist()
         value = total / num_workers()
     if not math.isfinite(value):
         raise NonFiniteLossError(f"the loss became {value}")
@@ -112,7 +117,8 @@ def train_step(
         collapsed_loss = 0.0  # all weights of the batch are 0
     return StepOutput(
         loss=value,
-        stop_requested=num_requests > 0,
+        stop_requested=sum_of_requests >= 2,
+        check_requested=sum_of_requests % 2 == 1,
         # The number of candidates that a guide leaves is unknown.
         collapsed_loss=collapsed_loss if views.example_ids.guide is None else None,
         watched=watched,

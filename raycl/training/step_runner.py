@@ -119,6 +119,7 @@ class StepRunner:
         *,
         is_watched: bool = False,
         stop_requested: bool = False,
+        check_requested: bool = False,
         watch: Callable[[Objective], Objective] | None = None,
     ) -> StepOutput:
         """Make the next step, on these views; ``watch`` may wrap its objective.
@@ -148,6 +149,7 @@ class StepRunner:
             momentum=self._momentum(position.step),
             precision=self.config.tower_precision,
             stop_requested=stop_requested,
+            check_requested=check_requested,
             is_watched=is_watched,
             take_keys=None if self.keys is None else self.keys.take,
             embed=self._embed,

@@ -11,8 +11,7 @@ import torch
 
 import raycl
 from raycl.errors import StorageError
-from raycl.inference.checkpoint_encoder import last_checkpoint
-from raycl.records import read_metrics
+from raycl.records import last_checkpoint, read_metrics
 from raycl.storage import Place
 from tests.cluster.test_run import small_run
 from tests.faulty_s3 import FaultyS3

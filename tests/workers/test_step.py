@@ -181,8 +181,10 @@ def losses_weights_and_rows_after_steps(
         settings["is_watched"] = is_clipped = config.optimizer.max_grad_norm is not None
         contrast = learner.objective(config, stage, hinge_weight=stage.hinge_weight, num_samples=50)
         asked = step == 3 and rank == num_workers - 1
+        settings["check_requested"] = step in (2, 3) and rank == 0
         stepped = train_step(learner, store, contrast, views, step=step, stop_requested=asked, **settings)
-        assert stepped.stop_requested == (step == 3)  # on all workers, not only on the stopped one
+        # On all workers, not only on the one that asked.
+        assert (stepped.stop_requested, stepped.check_requested) == (step == 3, step in (2, 3))
         losses.append(stepped.loss)
         if is_clipped:
             losses.append(stepped.measure()["grad_norm"])

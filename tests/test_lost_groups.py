@@ -1,0 +1,113 @@
+"""The driver counts lost groups of workers, and says where the next one resumes."""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raycl.records import CHECKPOINT_LIST, CHECKPOINTS, STATE
+from raycl.storage import Place
+from raycl.training import driver
+from raycl.training.controller import Finished
+from raycl.training.driver import train_in_groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeJob:
+    """The parts of a job that the driver uses between groups."""
+
+    output: Place
+    config: Any
+    coordinator: Any = None
+    workers: tuple[int, int] = (1, 1)
+    began: float = 0.0
+    failure: Any = None
+    encoder_pool: Any = None
+
+    def workers_at(self, stage: int) -> tuple[int, int]:
+        return self.workers
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Return a function that trains with groups that fail in turn, at most twice in a row; it returns the reports."""
+
+    @contextlib.contextmanager
+    def nothing(*_: Any, **__: Any) -> Iterator[None]:
+        yield None
+
+    for name in ("_open_pool", "ProgressLine"):
+        monkeypatch.setattr(driver, name, nothing)
+    for name in ("notices_of", "steps_made", "remove_leaked_placement_groups"):
+        monkeypatch.setattr(driver, name, lambda *_: None)
+    monkeypatch.setattr(driver, "_failure", lambda job, text: None)
+
+    def start(*groups: Callable[[], Any]) -> list[str]:
+        left, reports = list(groups), list[str]()
+
+        def train_group(job: Any, report: Any) -> Finished:
+            if not left:
+                return Finished({})
+            left.pop(0)()
+            raise RuntimeError("the node was lost")
+
+        monkeypatch.setattr(driver, "_train_group", train_group)
+        job: Any = FakeJob(output=Place(str(tmp_path)), config=SimpleNamespace(max_failures=2))
+        train_in_groups(job, SimpleNamespace(), reports.append, quiet=True)  # pyright: ignore[reportArgumentType]
+        return reports
+
+    return start
+
+
+def save(output: Path, name: str, *, complete: bool = True) -> None:
+    """Write a checkpoint, or the folder that Ray Train leaves if a worker dies during the upload."""
+    folder = output / CHECKPOINTS / name
+    folder.mkdir(parents=True)
+    (folder / STATE).touch()
+    if complete:
+        place = output / CHECKPOINTS / CHECKPOINT_LIST
+        results = json.loads(place.read_text())["checkpoint_results"] if place.exists() else []
+        place.write_text(json.dumps({"checkpoint_results": [*results, {"checkpoint_dir_name": name}]}))
+
+
+def test_groups_that_die_in_each_upload_count_as_failures_without_progress(
+    train: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    names = iter(range(10, 100))
+    with pytest.raises(RuntimeError, match="the node was lost"):
+        train(*[lambda: save(tmp_path, f"step-{next(names):08d}", complete=False)] * 9)
+    assert next(names) == 13  # the third failure in a row is the last one
+
+
+def test_each_complete_checkpoint_starts_the_count_again(
+    train: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    names = iter(range(10, 100))
+    reports = train(*[lambda: save(tmp_path, f"step-{next(names):08d}")] * 9)
+    assert len(reports) == 9
+    assert all(f"resuming from step {step} (failure 1 of 2)" in reports[step - 10] for step in range(10, 19))
+
+
+def test_the_report_names_the_checkpoint_from_which_the_run_resumes(
+    train: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    save(tmp_path, "step-00000030")
+    save(tmp_path, "step-00000020-again1")  # after a rollback
+    (report,) = train(lambda: save(tmp_path, "step-00000040", complete=False))
+    assert "resuming from step 20 " in report
+
+
+def test_a_truncated_list_of_checkpoints_is_no_progress_and_no_error(
+    train: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    def truncate() -> None:
+        save(tmp_path, "step-00000010")
+        (tmp_path / CHECKPOINTS / CHECKPOINT_LIST).write_text('{"checkpoint')
+
+    (report,) = train(truncate)
+    assert "resuming from step 0 " in report
