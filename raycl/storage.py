@@ -82,7 +82,10 @@ class Place:
 
     def resolve(self) -> tuple[fs.FileSystem, str]:
         """Return the filesystem and the path in it; raises as :func:`~raycl.address.check_address` does."""
-        filesystem, path = _open_filesystem(self.root)
+        if self.is_local:  # not cached: a relative path is another place in another working folder
+            filesystem, path = fs.LocalFileSystem(), absolute(self.root)
+        else:
+            filesystem, path = _open_remote(self.root)
         return filesystem, f"{path.rstrip('/')}/{self.path}" if self.path else path
 
     def for_object_store(self) -> tuple[str, dict[str, str]]:
@@ -387,9 +390,7 @@ def with_retries(call: Callable[[], Result], *, on: re.Pattern[str] = _TRANSIENT
 
 
 @lru_cache(maxsize=64)  # a new connection for each file would cost more than the file
-def _open_filesystem(root: str) -> tuple[fs.FileSystem, str]:
-    if "://" not in root:
-        return fs.LocalFileSystem(), absolute(root)
+def _open_remote(root: str) -> tuple[fs.FileSystem, str]:
     check_address(root)
     try:
         # This asks for the bucket's region, which pyarrow retries for seconds only.

@@ -23,6 +23,17 @@ def test_files_are_listed_sorted_and_without_hidden_files(tmp_path: Path) -> Non
     assert Place(str(tmp_path)).files() == [("a/1.txt", 1), ("b/2.txt", 1)]
 
 
+def test_a_relative_path_is_below_the_working_folder_of_the_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name / "run").mkdir(parents=True)
+        (tmp_path / name / "run" / "x.txt").write_text(name)
+    for name in ("a", "b"):
+        monkeypatch.chdir(tmp_path / name)
+        assert (Place("run") / "x.txt").read_text() == name
+
+
 def test_names_below_a_place_may_contain_any_character(tmp_path: Path) -> None:
     place = Place(str(tmp_path)) / "a b#c%20?.txt"
     place.write_text("x")
