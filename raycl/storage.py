@@ -12,7 +12,7 @@ import posixpath
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -121,13 +121,18 @@ class Place:
         """Whether this is a folder (on S3: a prefix of some object)."""
         return self._info().type == fs.FileType.Directory
 
-    def files(self) -> list[tuple[str, int]]:
-        """Return (relative path, size in bytes) of all files below except hidden ones, sorted."""
+    def files(self, *, underscored: Iterable[str] = ()) -> list[tuple[str, int]]:
+        """Return (relative path, size in bytes) of all files below except hidden ones, sorted.
+
+        Hidden files are those with a name or folder that begins with ``.`` or ``_``; for the endings ``underscored``,
+        only with ``.``.
+        """
         filesystem, root = self.resolve()
         with self.wrap_errors("list"):
             found = filesystem.get_file_info(fs.FileSelector(root, recursive=True))
         below = [(posixpath.relpath(info.path, root), info.size) for info in found if info.is_file]
-        return sorted((path, size) for path, size in below if not _is_hidden(path))
+        endings = tuple(underscored)
+        return sorted((path, size) for path, size in below if not _is_hidden(path, endings))
 
     def beside(self, name: str) -> "Place":
         """Return the address ``name`` in the parent folder, or that folder if ``name`` is empty."""
@@ -423,8 +428,9 @@ def _is_pickled(kind: pa.DataType) -> bool:
     return any(_is_pickled(kind.field(place).type) for place in range(kind.num_fields))
 
 
-def _is_hidden(path: str) -> bool:
-    return any(part.startswith((".", "_")) for part in path.split("/"))
+def _is_hidden(path: str, underscored: tuple[str, ...]) -> bool:
+    marks = (".",) if path.lower().endswith(underscored) else (".", "_")
+    return any(part.startswith(marks) for part in path.split("/"))
 
 
 def _remedy(error: OSError) -> str:

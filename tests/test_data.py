@@ -164,6 +164,16 @@ def test_class_folders_define_labels_and_sorted_file_names_define_ids(tmp_path: 
     assert (rows.label.tolist(), rows.sample_id.tolist()) == ([0, 0, 1], [0, 1, 2])
 
 
+def test_only_images_may_have_names_that_begin_with_an_underscore(tmp_path: Path) -> None:
+    for name in ("_SUCCESS", "_log/0.parquet", "cat/._DSC1.JPG", ".thumbs/b.jpg"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    names = ["_other/z.jpg", "cat/DSC2.JPG", "cat/_DSC1.JPG", "dog/_MG_1.jpg"]
+    source = write_images(tmp_path, names)
+    [rows] = read(source)
+    assert (rows.where, source.classes, source.ignored) == (names, ("_other", "cat", "dog"), ())
+
+
 def test_a_flat_folder_has_no_labels(tmp_path: Path) -> None:
     source = write_images(tmp_path, ["a.png", "b.png"])
     assert not source.has_labels

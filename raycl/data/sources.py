@@ -215,7 +215,7 @@ def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
         return table
     if not place.is_folder():
         return _table_source(uri, [""], columns, _format_of(place.name) or _PARQUET)
-    files = [path for path, _ in place.files()]
+    files = [path for path, _ in place.files(underscored=EXTENSIONS)]  # cameras write _DSC0001.JPG
     by_format: dict[str, list[str]] = {}
     only_images = set(columns.contents) == {"image"}
     unread = unread_files(uri, files)

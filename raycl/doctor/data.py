@@ -13,7 +13,7 @@ from raycl.data.click_logs import is_clicked, labels_as_given
 from raycl.data.codecs import Formats, store_all
 from raycl.data.columns import ColumnNames, check_labels
 from raycl.data.decode import are_flat, row_error
-from raycl.data.images import image_sides
+from raycl.data.images import EXTENSIONS, image_sides
 from raycl.data.labels import NO_LABEL
 from raycl.data.patterns import is_pattern
 from raycl.data.read_stats import NUM_EXAMPLES
@@ -166,7 +166,8 @@ def _file_bytes(source: Source) -> int:
         return _size(place)
     used = {path for fragment in source.fragments for path in fragment.paths or (fragment.file,)}
     # A fragment of Lance has several files; those of earlier versions are counted too.
-    return sum(num_bytes for path, num_bytes in place.files() if path in used or source.kind == "lance")
+    files = place.files(underscored=EXTENSIONS)
+    return sum(num_bytes for path, num_bytes in files if path in used or source.kind == "lance")
 
 
 def _size(place: Place) -> int:
