@@ -11,16 +11,19 @@ import pyarrow as pa
 import pytest
 import torch
 from PIL import Image
+from ray.data.extensions import ArrowTensorArray
 
 import raycl
-from raycl.cli.plan import command_settings, plan_run, run_flags
+from raycl.cli.plan import NUM_PEEKED, command_settings, plan_run, run_flags
 from raycl.config.overrides import override
 from raycl.data.codecs import store_all
+from raycl.data.images import read_image
 from raycl.errors import ConfigError, DataError, RayclError
 from raycl.inference.embed import Embedder
 from raycl.inference.encoder import load_encoder
 from raycl.models.encoder_io import ImageEncoder, read_encoder
 from raycl.recipes import recipe
+from raycl.storage import Place
 from tests.encoders import write_images_run
 from tests.images import digit_files, encode, photograph, write_digits
 
@@ -46,25 +49,47 @@ def test_recipes_files_and_configurations_accept_the_same_flags(digits: Path, tm
         assert (stated.stages[0].steps, stated.stages[0].batch_size, stated.seed) == (3, 32, 5)
 
 
-class Arrays:
+class Images:
     """The part of a Ray Dataset needed to read its first images."""
 
-    def __init__(self, column: str) -> None:
-        self._column = column
+    def __init__(self, values: Any, column: str = "image") -> None:
+        self._table = pa.table({column: values})
 
     def schema(self) -> SimpleNamespace:
-        return SimpleNamespace(names=[self._column])
+        return SimpleNamespace(names=self._table.column_names)
 
-    def take(self, number: int) -> list[dict[str, np.ndarray]]:
-        return [{self._column: np.zeros((12, 14, 3), np.uint8)}] * number
+    def limit(self, number: int) -> "Images":
+        return Images(self._table.column(0)[:number], *self._table.column_names)
+
+    def iter_batches(self, *, batch_size: int, batch_format: str) -> list[pa.Table]:
+        assert (batch_size >= self._table.num_rows, batch_format) == (True, "pyarrow")
+        return [self._table]
 
 
 def test_a_recipe_infers_the_image_size_from_a_dataset() -> None:
-    arrays: Any = Arrays("image")
-    assert plan_run("simclr", data=[arrays], flags={}, settings={}).config.data.image_size == 12
-    unnamed: Any = Arrays("img")
+    arrays = ArrowTensorArray.from_numpy(np.zeros((20, 12, 14, 3), np.uint8))
+    structs = [{"bytes": encode(np.zeros((12, 14, 3), np.uint8)), "path": "a.png"}]
+    for values in (arrays, structs):
+        images: Any = Images(values)
+        assert plan_run("simclr", data=[images], flags={}, settings={}).config.data.image_size == 12
+    unnamed: Any = Images(arrays, "img")
     with pytest.raises(DataError, match="the dataset has no column 'image'; it has img"):
         plan_run("simclr", data=[unnamed], flags={}, settings={})
+
+
+def test_a_recipe_infers_the_image_size_of_a_folder_from_few_of_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(20):
+        path = tmp_path / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(encode(np.zeros((12, 14, 3), np.uint8)))
+    read: list[Place] = []
+    monkeypatch.setattr(
+        "raycl.data.sources.read_image", lambda place: (read.append(place), read_image(place))[1]
+    )
+    assert plan_run("simclr", data=[str(tmp_path)], flags={}, settings={}).config.data.image_size == 12
+    assert len(read) == NUM_PEEKED
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import contextlib
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from raycl.config import Columns, RunConfig
@@ -190,15 +191,19 @@ def _of_valid(images: Sequence[Any], function: Callable[[Any], Answer]) -> list[
 
 
 def _first_images(data: "Source | ray.data.Dataset", columns: "ColumnNames") -> list[Any]:
-    from raycl.data.sources import Source
+    """Return the first images, read as in a run."""
+    from raycl.data.sources import Source, plain_values
 
     if isinstance(data, Source):
-        first = next(data.read(data.fragments[0]), None)
+        # Of a folder of images, read no other files.
+        paths = data.fragments[0].paths[:NUM_PEEKED]
+        first = next(data.read(replace(data.fragments[0], paths=paths, labels=())), None)
         return [] if first is None else list(first.values["image"][:NUM_PEEKED])
     from raycl.data.decode import columns_of
 
     image = columns_of(data, columns).image or "image"
-    return [row[image] for row in data.take(NUM_PEEKED)]
+    tables: Any = data.limit(NUM_PEEKED).iter_batches(batch_size=NUM_PEEKED, batch_format="pyarrow")
+    return [value for table in tables for value in plain_values(table[image])]
 
 
 def settings_of(settings: Settings) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import ray
 from PIL import Image
 
 import raycl
+from raycl.cli.plan import plan_run
 from raycl.config.overrides import override
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import Decoder, decode_dataset, decode_source
@@ -178,6 +179,7 @@ def test_a_dataset_has_the_same_rows_as_its_files(tmp_path: Path, coordinator: A
         sorted(samples.rows_to_keep()[0].take_all(), key=lambda row: row["sample_id"]) for samples in kinds
     )
     assert files == dataset
+    assert plan_run("simclr", data=[hugging_face], flags={}, settings={}).config.data.image_size == 16
     with pytest.raises(DataError, match="labels must be integers or text, column 'label' of the dataset"):
         DataModule(config, coordinator, [ray.data.from_items([{"image": b"", "label": 0.5}])])
 
