@@ -56,6 +56,13 @@ def test_every_image_mode_is_decoded(mode: str, channels: int) -> None:
     assert pixels.max() > 30
 
 
+@pytest.mark.parametrize("most", [1_023, 65_535])
+def test_gray_levels_of_pgm_files_beyond_8_bits_are_scaled(most: int) -> None:
+    levels = np.linspace(0, most, 64).astype(">u2").reshape(8, 8)
+    pixels, _ = ImageFormat(size=8, channels=1).decode(b"P5 8 8 %d\n" % most + levels.tobytes())
+    assert np.abs(pixels[..., 0] - levels * (255.0 / most)).max() < 1.0
+
+
 def test_images_of_the_decode_size_keep_their_pixels_and_transparency_becomes_white() -> None:
     for content in (encode(colors(16, 16)), np.asarray(colors(16, 16))):
         pixels, aspect = ImageFormat(size=16).decode(content)

@@ -232,7 +232,8 @@ def _converted(image: Image.Image, mode: str) -> Image.Image:
         return image
     if image.mode == "F":
         _check_finite(np.asarray(image))
-    if image.mode.startswith("I;16"):
+    # Pillow scales a PGM file of more than 8 bits to 16 bits; how far other files of this mode go is unknown.
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in {"RGBA", "LA", "PA", "La", "RGBa"} or "transparency" in image.info:
         image = image.convert("RGBA")
