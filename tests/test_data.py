@@ -239,6 +239,14 @@ def test_text_labels_become_sorted_classes(tmp_path: Path) -> None:
     assert np.concatenate([rows.label for rows in read(source)]).tolist() == [1, 0, 1]
 
 
+def test_integers_are_labels_also_if_the_first_file_has_none(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", 2, label=pa.nulls(2))
+    write_parquet(tmp_path / "b.parquet", 2, label=[10, 2])
+    source = find_source(str(tmp_path))
+    labels = np.concatenate([rows.label for rows in read(source)])
+    assert (source.classes, labels.tolist()) == (None, [-1, -1, 10, 2])
+
+
 def test_integers_have_the_names_of_hugging_faces_class_labels(tmp_path: Path) -> None:
     """The metadata are those that ``datasets`` writes into parquet and Arrow files."""
     feature = {"names": ["ant", "bee"], "_type": "ClassLabel"}

@@ -387,10 +387,13 @@ def _table_source(
         parts = ((str(place), reader.column(place, columns.weight, types)) for place in places)
         check_weight_columns(parts, where=uri)
     classes = names = None
-    if columns.label is not None and not are_numbers((types or schemas[0]).field(columns.label).type):
-        classes = class_names([reader.column(place, columns.label, types) for place in places])
-    elif columns.label is not None:
-        names = names_of_integers(found[0][2].schema, columns.label)
+    if columns.label is not None:
+        kinds = [each.field(columns.label).type for each in ([types] if types else schemas)]
+        # A file without any label does not tell whether they are integers.
+        if are_numbers(next((kind for kind in kinds if not pa.types.is_null(kind)), pa.null())):
+            names = names_of_integers(found[0][2].schema, columns.label)
+        else:
+            classes = class_names([reader.column(place, columns.label, types) for place in places])
     return Source(
         uri=uri,
         kind=kind or reader.name,
