@@ -6,13 +6,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
 
 from raycl.api import plan_examined as plan
+from raycl.cli.plan import command_settings
 from raycl.config import RunConfig
 from raycl.config.overrides import override
+from raycl.doctor.data import check_data
 from raycl.doctor.encoders import check_pools, estimate_encoder
 from raycl.doctor.estimate import ALLOCATOR, CUDA_BYTES
 from raycl.doctor.memory import bank_bytes, check_memory, estimate_memory
@@ -399,6 +403,24 @@ def test_a_recipe_is_planned_like_in_train(tmp_path: Path) -> None:
     # The data check reports invalid data.
     assert plan("simclr", {}, str(tmp_path / "none"), []).data.image_size == 224
     assert plan("simcse", {"workers": 2}, None, []).workers == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        ({"text": ["a"]}, "texts"),
+        ({"query": ["a"], "document": ["b"]}, "pairs"),
+        ({"image": [b"a"], "caption": ["b"]}, "images with captions"),
+        ({"image": [b"a"]}, "images"),
+    ],
+)
+def test_the_kind_of_data_is_found_also_if_only_the_label_is_named(
+    content: dict[str, list[Any]], kind: str, tmp_path: Path
+) -> None:
+    pq.write_table(pa.table({**content, "topic": [1]}), tmp_path / "a.parquet")
+    columns = command_settings("doctor", ["data.columns.label=topic"])["columns"]
+    result = next(check_data(str(tmp_path / "a.parquet"), columns, None))
+    assert result.seen.startswith(f"1 rows with labels, {kind}, parquet in 1 fragment")
 
 
 def test_an_invalid_recipe_is_refused_immediately() -> None:

@@ -257,9 +257,10 @@ def command_settings(command: str, settings: Settings) -> dict[str, Any]:
     if columns:
         from raycl.data.columns import ColumnNames
 
-        # Columns of texts replace the default image column.
+        # Columns of texts replace the default image column; the doctor finds contents that are not named.
         has_texts = any(columns.get(role) for role in ("text", "query", "document"))
-        found["columns"] = ColumnNames(**({"image": None} if has_texts else {}) | columns)
+        is_found = command == "doctor" and "caption" not in columns
+        found["columns"] = ColumnNames(**({"image": None} if has_texts or is_found else {}) | columns)
     return found
 
 

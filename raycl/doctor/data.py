@@ -113,21 +113,20 @@ def check_data(
 
 
 def _find(uri: str, columns: ColumnNames | None, config: RunConfig | None) -> tuple[Source, RunConfig]:
-    """Return the source and a configuration that reads it; without either, the first kind that fits."""
+    """Return the source and a configuration that reads it; the first kind that fits, if no contents are named."""
     if config is not None:
         source = find_source(uri, column_names(config))
         check_pairs(config, source.columns)
         return source, config
-    if columns is not None:
-        source = _open(uri, columns)
-        roles = source.columns.contents
-        kinds = {"query": "pairs", "caption": "image_text", "image": "image", "text": "text"}
-        return source, recipe(_READERS[next(kind for role, kind in kinds.items() if role in roles)])
+    named = {} if columns is None else columns.asked
+    kinds = {"query": "pairs", "caption": "image_text", "image": "image", "text": "text"}
+    if columns is not None and (found := [kind for role, kind in kinds.items() if role in named]):
+        return _open(uri, columns), recipe(_READERS[found[0]])
     errors: dict[str, DataError] = {}
     for kind in ("image_text", "image", "text", "pairs"):
         config = recipe(_READERS[kind])
         try:
-            return _open(uri, column_names(config)), config
+            return _open(uri, replace(column_names(config), **named)), config
         except DataError as error:
             errors[kind] = error
     raise errors["image"]  # images are the default of raycl
