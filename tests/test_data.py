@@ -307,6 +307,9 @@ def test_missing_columns_and_columns_without_images_are_named(tmp_path: Path) ->
             find_source(file, ColumnNames(**{role: "img"}))
     with pytest.raises(DataError, match=r"encoded bytes.* column 'weight' of .* holds int64; name another"):
         find_source(file, ColumnNames(image="weight"))
+    pq.write_table(pa.table([[b"x"], [b"y"]], names=["image", "image"]), file)
+    with pytest.raises(DataError, match="has 2 columns 'image'; rename all but one of them"):
+        find_source(file)
 
 
 # Rows in memory

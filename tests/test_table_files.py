@@ -398,6 +398,7 @@ def test_texts_that_are_not_utf8_are_invalid_rows(tmp_path: Path) -> None:
 
 BROKEN = {
     "fields.csv": (b"text,n\na,1\nb,2,3\n", r"as csv: .*: row 1: Expected 2 columns, got 3.*; give a header"),
+    "latin1.csv": (b"text,pr\xe9nom\na,b\n", "the header of .*latin1.csv is not UTF-8; write the file in UTF-8"),
     "few.tsv": (b"text\tn\na\n", r": row 0: Expected 2 columns, got 1"),
     "quotes.csv": (b'n,text\n1,a\n2,"b\n3,c\n', r"ends within quotes: from its last row on \(1\).*close the quote"),
     "quotes_in_one.csv": (b'text\na\n"b\nc', r"ends within quotes: from its last row on \(1\)"),

@@ -43,7 +43,10 @@ class CsvTables:
     def inspect(self, place: Place, columns: ColumnNames) -> TableFile:
         """Read the file once."""
         with _reading(place), open_text(place) as stream:
-            names = _open(place, stream, [], None).schema.names
+            try:
+                names = _open(place, stream, [], None).schema.names
+            except UnicodeDecodeError:
+                raise DataError(f"the header of {place} is not UTF-8; write the file in UTF-8") from None
         roles = roles_in(place, names, columns)
         num_rows, integers = _count(place, list(roles), len(names))
         kinds = {name: _type(each, is_integer=name in integers) for name, each in roles.items()}

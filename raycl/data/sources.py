@@ -23,7 +23,7 @@ from raycl.data.labels import NO_LABEL, are_numbers, class_names, label_numbers,
 from raycl.data.lance_tables import LanceTables, is_lance, lance_fragments
 from raycl.data.parquet_tables import ParquetTables
 from raycl.data.patterns import expand, folder_of, is_pattern
-from raycl.data.tables import TableFile, TableFormat
+from raycl.data.tables import TableFile, TableFormat, roles_in
 from raycl.data.tar_tables import TarTables
 from raycl.data.weights import check_weight_columns
 from raycl.errors import DataError
@@ -411,6 +411,7 @@ def _named(table: TableFile, columns: ColumnNames) -> pa.Schema:
 
 
 def _check_columns(place: Place, schema: pa.Schema, columns: ColumnNames) -> ColumnNames:
+    roles_in(place, schema.names, columns)  # refuses a name of two columns
     found = columns.found_in(schema.names, where=str(place))
     found.check_types({name: schema.field(name).type for name in found.asked.values()}, where=str(place))
     return found
