@@ -48,6 +48,7 @@ def rows(
     data: Data,
     output: Output,
     columns: Annotated[str, typer.Option(help="Columns: role or role=NAME, comma-separated.")] = "text",
+    debug: Debug = False,
 ) -> None:
     """Pack tars, CSV or JSONL files into a parquet file with the same rows and ids; OUTPUT ends in .parquet."""
     packed = pack_rows(data, output, columns=_columns(columns, list(vars(ColumnNames()))))
@@ -104,6 +105,7 @@ def groups(
     output: Output,
     group: Annotated[str, typer.Option(help="Column whose equal values mark equivalent texts.")],
     text: Annotated[str, typer.Option(help="Text column.")] = "text",
+    debug: Debug = False,
 ) -> None:
     """Collect equivalent texts into one row, for `raycl train simcse`; OUTPUT ends in .parquet."""
     found = gather_texts(data, output, group=group, text=text)

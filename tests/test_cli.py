@@ -2,17 +2,20 @@
 
 import json
 import re
+import runpy
 import signal
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import yaml
+from typer.main import get_command
 
-from raycl.cli.main import main
+from raycl.cli.main import app, main
 from raycl.cli.plan import RunPlan, command_settings, plan_run, run_flags
 from raycl.cli.runs import _show_example
 from raycl.config import EncoderConfig, RunConfig, active_settings, flat
@@ -48,6 +51,16 @@ def raycl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
         "raycl.ray_runtime.prestart_ray", lambda *_, **__: None
     )  # the session has its own Ray
     return lambda *arguments: run_raycl(monkeypatch, capsys, *arguments)
+
+
+def test_each_command_accepts_the_flag_that_unexpected_errors_refer_to() -> None:
+    prepare = runpy.run_path(str(Path(__file__).parent.parent / "jobs" / "prepare.py"))["app"]
+    waiting: list[Any] = [get_command(app), get_command(prepare)]
+    while waiting:
+        command = waiting.pop()
+        inner = getattr(command, "commands", {}).values()
+        waiting += inner
+        assert inner or "--debug" in [flag for each in command.params for flag in each.opts], command.name
 
 
 def test_an_interrupted_command_reports_it_in_one_line(raycl, monkeypatch: pytest.MonkeyPatch) -> None:

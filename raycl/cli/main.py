@@ -72,6 +72,7 @@ def recipes(
     image_size: Annotated[
         int, typer.Option(help="Image size in pixels; up to 64 selects the small-image values.")
     ] = 224,
+    debug: Debug = False,
 ) -> None:
     """List the recipes, or print one as YAML."""
     from raycl.config.overrides import config_to_yaml

@@ -79,6 +79,7 @@ def explore(
     host: Host = "127.0.0.1",
     port: Port = 8000,
     token: Token = None,
+    debug: Debug = False,
 ) -> None:
     """Explore the saved rows of a run in a browser, without Ray: its bank, or embeddings of a data set."""
     secret = _secret(token)
