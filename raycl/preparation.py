@@ -179,9 +179,11 @@ def gather_texts(data: str, output: str, *, group: str, text: str = "text") -> G
                 if is_missing(name):
                     continue
                 try:
-                    texts_by_group.setdefault(stable_id(name), {})[read_text(value)] = None
+                    valid = read_text(value)
                 except InvalidTextError:
                     num_invalid += 1
+                    continue
+                texts_by_group.setdefault(stable_id(name), {})[valid] = None
         rows = [list(texts) for texts in texts_by_group.values() if len(texts) > 1]
         if not rows:
             raise DataError(

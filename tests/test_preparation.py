@@ -43,6 +43,13 @@ def test_a_text_that_is_not_utf8_is_counted_and_the_others_are_gathered(group: b
     assert rows_gathered_from(tmp_path, groups, texts) == ([["a", "c"]], 3)
 
 
+def test_a_group_without_a_valid_text_has_no_text_alone(tmp_path: Path) -> None:
+    data = {"text": ["a", "b", "c", "d", "", None], "about": [1, 1, 2, 3, 4, 5]}
+    pq.write_table(pa.table(data), tmp_path / "texts.parquet")
+    found = gather_texts(str(tmp_path / "texts.parquet"), str(tmp_path / "groups.parquet"), group="about")
+    assert (found.num_rows, found.num_texts, found.num_alone, found.num_invalid) == (1, 2, 2, 2)
+
+
 def refused(kind: type[RayclError], *arguments: object) -> str:
     """Return the error line of a refused command."""
     app: Any = runpy.run_path(str(ROOT / "jobs" / "prepare.py"))["app"]
