@@ -95,7 +95,7 @@ class ImageFormat:
     def store(self, decoded: Sequence[tuple[NDArray[np.uint8], float]]) -> dict[str, pa.Array]:
         """Return the columns ``pixels`` (bytes) and ``aspect``."""
         return {
-            "pixels": pa.array([image.tobytes() for image, _ in decoded], pa.binary(self._num_bytes)),
+            "pixels": pa.array([image.tobytes() for image, _ in decoded], pa.binary(self.num_bytes)),
             "aspect": pa.array([aspect for _, aspect in decoded], pa.float32()),
         }
 
@@ -105,15 +105,11 @@ class ImageFormat:
         flat = np.frombuffer(
             pixels.buffers()[1],
             np.uint8,
-            count=len(pixels) * self._num_bytes,
-            offset=pixels.offset * self._num_bytes,
+            count=len(pixels) * self.num_bytes,
+            offset=pixels.offset * self.num_bytes,
         )
         images = flat.reshape(len(pixels), self.size, self.size, self.channels)
         return Pixels(images, to_numpy(columns["aspect"]))
-
-    @property
-    def _num_bytes(self) -> int:
-        return self.size**2 * self.channels
 
     def _decoded_or_error(self, value: Any) -> tuple[NDArray[np.uint8], float] | InvalidImageError:
         try:
