@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raycl.doctor.result import CheckResult
-    from raycl.doctor.run import DoctorRequest, examinations, examine
+    from raycl.doctor.run import DoctorRequest, examinations
 
-__all__ = ["CheckResult", "DoctorRequest", "examinations", "examine"]
+__all__ = ["CheckResult", "DoctorRequest", "examinations"]
 
 
 def __getattr__(name: str) -> Any:

@@ -43,28 +43,11 @@ class DoctorRequest:
     debug: bool = False
 
 
-def examine(
-    *,
-    data: str | None = None,
-    columns: ColumnNames | None = None,
-    output: str | None = None,
-    recipe: RunConfig | None = None,
-    address: str | None = None,
-    quiet: bool = True,
-    debug: bool = False,
-) -> list[CheckResult]:
-    """Check the cluster, and data, output and recipe where they are given.
+def examinations(request: DoctorRequest, *, quiet: bool = False) -> Iterator[CheckResult]:
+    """Yield the results as they come; unless ``quiet``, show a progress line on stderr if it takes long.
 
     Never raises raycl's own errors: they are results.
     """
-    request = DoctorRequest(
-        data=data, columns=columns, output=output, recipe=recipe, address=address, debug=debug
-    )
-    return list(examinations(request, quiet=quiet))
-
-
-def examinations(request: DoctorRequest, *, quiet: bool = False) -> Iterator[CheckResult]:
-    """Yield the results as they come; unless ``quiet``, show a progress line on stderr if it takes long."""
     progress = _Progress(sum(map(bool, (request.data, request.output, request.recipe))) + 4)
     with ProgressLine("doctor", progress.state, quiet=quiet):
         try:

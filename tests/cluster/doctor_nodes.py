@@ -34,7 +34,7 @@ from ray.cluster_utils import Cluster
 
 import raycl
 from raycl.config.overrides import override
-from raycl.doctor import CheckResult, examine
+from raycl.doctor import CheckResult
 from raycl.doctor.checks import check_access, has_autoscaler
 from raycl.doctor.nodes import alive_nodes
 from raycl.recipes import recipe
@@ -69,8 +69,8 @@ def two_nodes(folder: Path) -> list[list[CheckResult]]:
     os.chdir(here)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     # /proc/self/cwd resolves to the working folder of each process: a local path that differs between nodes.
-    local = examine(output="/proc/self/cwd/runs/first")
-    shared = examine(output=str(folder / "shared" / "deep" / "run"))
+    local = raycl.run_doctor(output="/proc/self/cwd/runs/first")
+    shared = raycl.run_doctor(output=str(folder / "shared" / "deep" / "run"))
     left = sorted(str(path) for each in (here, there, folder / "shared") for path in each.rglob("*"))
     assert left == [], f"left behind: {left}"
     ray.shutdown()
@@ -117,7 +117,7 @@ def _examine_head(
         while has_autoscaler() is None and time.monotonic() < deadline:
             time.sleep(0.5)  # until the autoscaler's first report
         asked = override(recipe("simclr", image_size=16), {"encoder.name": "resnet10", "encoder.width": 0.25})
-        found = examine(recipe=asked, quiet=False)
+        found = raycl.run_doctor(asked, quiet=False)
         ray.shutdown()
     return [found]
 

@@ -14,9 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 
+import raycl
 from raycl.config.overrides import override
 from raycl.data.sources import find_source
-from raycl.doctor import CheckResult, examine, memory
+from raycl.doctor import CheckResult, memory
 from raycl.doctor.checks import check_access, has_autoscaler, refuses_calls_without_token
 from raycl.doctor.data import DataSummary, check_data
 from raycl.doctor.memory import check_decoded_data, check_memory
@@ -275,7 +276,7 @@ def test_a_missing_cluster_is_one_red_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    (finding,) = examine(address="nowhere:-1")
+    (finding,) = raycl.run_doctor(address="nowhere:-1")
     assert not finding.good
     assert "cannot join a Ray cluster at 'nowhere:-1'" in finding.seen
 
