@@ -294,7 +294,7 @@ def test_the_pool_leaves_the_cpus_of_workers_and_data_tasks(
         "momentum_encoder.min_actors": 1,
     }
     config = override(recipe("moco_v2"), {"workers": 2} | pool | settings)
-    assert encoders_that_fit(config, streamed=streamed) == expected
+    assert encoders_that_fit(config, config.momentum_encoder, streamed=streamed) == expected
     taken = 2 * cpus_of_a_worker(config, 2, streamed=streamed)
     least = config.momentum_encoder.cpus_per_actor
     assert config.autoscaling or taken + least + streamed <= cpus

@@ -338,7 +338,7 @@ def test_a_miner_starts_without_lines_of_rays_core(
     job: Any = SimpleNamespace(
         config=CONFIG, coordinator=None, vocabulary="some", network=None, corpus=None, stream=None
     )
-    with start_miner(job, None, None, np.empty(0)) as miner:  # type: ignore[arg-type]
+    with start_miner(job, None, None, np.empty(0), actors=(1, 1)) as miner:  # type: ignore[arg-type]
         os.write(2, b"later\n")
     assert miner == "actor"
     assert capfd.readouterr().err == "later\n"

@@ -1,6 +1,8 @@
 """Negatives mined from a stream: its growing corpus, the miner that gets rows, and the workers that send them."""
 
 import time
+from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -13,14 +15,17 @@ import torch
 from ray.exceptions import RayError
 
 from raycl.config import RunConfig
+from raycl.config.overrides import override
 from raycl.data.in_memory import Batch, InMemoryDataset, texts_of
 from raycl.data.sampler import BatchShard
 from raycl.data.streaming import StreamingSampler
 from raycl.data.texts import Tokens
 from raycl.data.windows import Piece
 from raycl.models.build import build_towers
+from raycl.storage import Place
 from raycl.training import miner as miner_module
 from raycl.training import mining
+from raycl.training.banks import open_miner
 from raycl.training.corpus import Corpus
 from raycl.training.encoder_pool import Encoded
 from raycl.training.growing_corpus import GrowingCorpus, table_of_bytes
@@ -31,6 +36,7 @@ from raycl.training.mining import MinerClient
 from raycl.training.preflight import column_names
 from raycl.training.transforms import Transform, build_transform
 from tests.pairs import clicks, rows_of, small_config, vocabulary
+from tests.test_encoder_pool import ray_with_a_noisy_core
 from tests.test_mined import LocalBank, LocalRay, newest_table, numpy_weights
 from tests.test_mined_lists import lists, meanings, text_ids
 
@@ -406,6 +412,32 @@ def test_a_new_miner_gets_the_known_rows_and_its_smaller_corpus_is_not_taken(
         assert each.equals(table_of_bytes(growths[0].rows))
         assert each["sample_id"].to_pylist() == list(range(30))
     assert client.metrics(step=9)["miner_restarts"] == 1
+
+
+@pytest.mark.parametrize(("streamed", "expected"), [(False, (1, 2)), (True, (1, 1))])
+def test_the_pool_of_a_miner_leaves_the_cpus_of_workers_and_data_tasks(
+    streamed: bool, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An encoder that waits for CPUs would take those of the tasks that read a stream, whose rows the workers await."""
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 4.0})
+    monkeypatch.setattr("raycl.training.mining.ray", ray_with_a_noisy_core())
+    monkeypatch.setattr("raycl.training.banks.ray", MagicMock())
+    monkeypatch.setattr("raycl.training.banks.start_bank", MagicMock())
+    monkeypatch.setattr("raycl.training.banks.read_corpus", lambda _: (None, None, np.arange(NUM_ROWS)))
+    open_pool = MagicMock(return_value=nullcontext())
+    monkeypatch.setattr("raycl.training.mining.open_pool", open_pool)
+    pool = {"negatives.mined.actors": 4, "negatives.mined.min_actors": 1}
+    config = override(config_of("two_tower"), {"workers": 2, "cpus_per_worker": 1.0} | pool)
+    stream: Any = MagicMock() if streamed else None
+    job = replace(
+        job_of("two_tower"),
+        config=config,
+        output=Place("run"),
+        stream=stream,
+        sample_id=np.arange(NUM_ROWS),
+    )
+    with open_miner(job, report=lambda _: None):
+        assert open_pool.call_args.kwargs["actors"] == expected
 
 
 def test_rows_of_a_stream_that_no_table_has_get_random_documents() -> None:

@@ -12,7 +12,7 @@ from raycl.negatives.bank import Bank
 from raycl.negatives.start import start_bank
 from raycl.storage import Place
 from raycl.training.checkpoint import saved_steps
-from raycl.training.driver import Printer
+from raycl.training.driver import Printer, encoders_that_fit
 from raycl.training.job import Job
 from raycl.training.mining import check_candidates, document_bank_spec, read_corpus, start_miner
 from raycl.training.stores import bank_spec
@@ -72,7 +72,8 @@ def open_miner(job: Job, report: Printer) -> Iterator[Job]:
     _report(bank, report)
     try:
         job = replace(job, corpus=corpus)
-        with start_miner(job, matches, bank, document_ids) as miner:
+        actors = encoders_that_fit(config, config.negatives.mined, streamed=job.stream is not None)
+        with start_miner(job, matches, bank, document_ids, actors=actors) as miner:
             yield replace(job, miner=miner)
     finally:
         if not spec.detached:

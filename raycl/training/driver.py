@@ -18,6 +18,7 @@ from ray.train import CheckpointConfig, FailureConfig, ScalingConfig
 from ray.train import RunConfig as TrainRunConfig
 
 from raycl.config import RunConfig
+from raycl.config.schema import PoolConfig
 from raycl.errors import RunError, StoppedError, StorageError, last_line
 from raycl.gpus import accelerators, check_accelerator, check_bfloat16
 from raycl.progress import ProgressLine, notices_of, steps_made
@@ -164,7 +165,7 @@ def _open_pool(job: Job) -> Iterator[EncoderPool | None]:
         yield None
         return
     build = partial(KeyEncoder, config, job.vocabulary, job.network)
-    actors = encoders_that_fit(config, streamed=job.stream is not None)
+    actors = encoders_that_fit(config, config.momentum_encoder, streamed=job.stream is not None)
     with open_pool(config.momentum_encoder, build, job.coordinator, actors=actors) as pool:
         yield pool
 
@@ -222,22 +223,22 @@ def spare_cpus(config: RunConfig, *, streamed: bool) -> float:
     return float(streamed) + sum(pool.actor_range[0] * pool.cpus_per_actor for pool in pools)
 
 
-def encoders_that_fit(config: RunConfig, *, streamed: bool) -> tuple[int, int]:
-    """Return the fewest and the most key encoders, with CPUs left for workers and data tasks.
+def encoders_that_fit(config: RunConfig, pool: PoolConfig, *, streamed: bool) -> tuple[int, int]:
+    """Return the fewest and the most encoders of the run's pool, with CPUs left for workers and data tasks.
 
     On a cluster that cannot grow, an encoder that waits for CPUs could take those of a data task.
     """
-    keys, have = config.momentum_encoder, ray.cluster_resources()
-    least, most = keys.actor_range
+    have = ray.cluster_resources()
+    least, most = pool.actor_range
     if config.autoscaling:
         return least, most
     workers = max(config.worker_range(stage)[0] for stage in config.stages)
     num_cpus = have.get("CPU", 0.0) - float(streamed)
     num_cpus -= workers * cpus_of_a_worker(config, workers, streamed=streamed)
-    num_fitting = int(num_cpus / keys.cpus_per_actor + 1e-6)
-    if keys.gpus_per_actor:
+    num_fitting = int(num_cpus / pool.cpus_per_actor + 1e-6)
+    if pool.gpus_per_actor:
         num_gpus = have.get("GPU", 0.0) - workers * config.gpu
-        num_fitting = min(num_fitting, int(num_gpus / keys.gpus_per_actor + 1e-6))
+        num_fitting = min(num_fitting, int(num_gpus / pool.gpus_per_actor + 1e-6))
     return least, max(least, min(most, num_fitting))
 
 

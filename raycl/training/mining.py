@@ -82,16 +82,22 @@ def document_bank_spec(config: RunConfig, *, output: str, name: str, num_documen
 
 @contextlib.contextmanager
 def start_miner(
-    job: Job, matches: ray.ObjectRef | None, bank: Bank, bank_id: NDArray[np.int64]
+    job: Job,
+    matches: ray.ObjectRef | None,
+    bank: Bank,
+    bank_id: NDArray[np.int64],
+    *,
+    actors: tuple[int, int],
 ) -> Iterator[Any]:
     """Start the miner, which Ray restarts if it dies, and its pool of encoders, and end them afterwards.
 
-    ``bank_id`` are the ids in the bank; the job's corpus and its ``matches`` are None for a stream.
+    ``bank_id`` are the ids in the bank; the job's corpus and its ``matches`` are None for a stream. The pool has the
+    fewest and the most ``actors``.
     """
     mined, coordinator = job.config.negatives.mined, job.coordinator
     assert job.vocabulary is not None, "documents are texts, which have a vocabulary"
     build = partial(CorpusEncoder, job.config, job.vocabulary, job.network)
-    with open_pool(mined, build, coordinator, actors=mined.actor_range) as pool:
+    with open_pool(mined, build, coordinator, actors=actors) as pool:
         # On the driver's node, as the pool and the coordinator.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": here}
