@@ -38,7 +38,7 @@ from raycl.training.driver import check_cluster
 from raycl.training.encoder_pool import Encoded
 from raycl.training.mined import MinedNegatives, MinedTable
 from raycl.training.miner import CorpusEncoder, Miner, News, Rows, Search
-from raycl.training.mining import MinerClient, start_miner
+from raycl.training.mining import MinerClient, document_bank_spec, start_miner
 from raycl.training.transforms import PairTransform
 from tests.pairs import clicks, rows_of, small_config, vocabulary
 from tests.test_encoder_pool import ray_with_a_noisy_core
@@ -475,6 +475,15 @@ def test_a_pool_that_does_not_fit_beside_the_workers_is_refused_in_one_line(
     check_cluster(config, streamed=False, report=lambda _: None)
     with pytest.raises(ConfigError, match=problem):
         check_cluster(override(config, settings), streamed=False, report=lambda _: None)
+
+
+@pytest.mark.parametrize(("autoscaling", "expected"), [(False, 120.0), (True, 900.0)])
+def test_the_bank_of_documents_waits_for_a_shard_until_a_lost_node_is_replaced(
+    autoscaling: bool, expected: float
+) -> None:
+    config = override(CONFIG, {"autoscaling": autoscaling})
+    spec = document_bank_spec(config, output="run", name="run", num_documents=9)
+    assert spec.timeout_s == expected
 
 
 class LocalRay:

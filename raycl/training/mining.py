@@ -30,6 +30,7 @@ from raycl.training.job import Job
 from raycl.training.mined import MinedNegatives, MinedTable
 from raycl.training.miner import CorpusEncoder, Growth, Miner, News
 from raycl.training.pools import open_pool
+from raycl.training.stores import shard_timeout_s
 
 _ASK_EVERY_S = 0.5
 _SHARED_BYTES = 64 * 2**20
@@ -76,7 +77,7 @@ def document_bank_spec(config: RunConfig, *, output: str, name: str, num_documen
         momentum=0.0,
         num_shards=config.bank.shards,
         detached=config.bank.detached,
-        timeout_s=config.bank.timeout_s,
+        timeout_s=shard_timeout_s(config),
     )
 
 

@@ -46,9 +46,13 @@ def bank_spec(config: RunConfig, *, output: str, name: str, num_samples: int | N
         momentum=config.negatives.bank_momentum,
         num_shards=1 if is_queue else config.bank.shards,
         detached=config.bank.detached,
-        # With autoscaling, the replacement of a lost node takes minutes.
-        timeout_s=max(config.bank.timeout_s, NEW_NODE_S if config.autoscaling else 0.0),
+        timeout_s=shard_timeout_s(config),
     )
+
+
+def shard_timeout_s(config: RunConfig) -> float:
+    """Return the seconds to wait for a shard; with autoscaling, the replacement of a lost node takes minutes."""
+    return max(config.bank.timeout_s, NEW_NODE_S if config.autoscaling else 0.0)
 
 
 def build_store(
