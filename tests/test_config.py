@@ -280,6 +280,10 @@ VIEWS = {  # a recipe and its settings, the error, and settings that remove it
         "augment.views has size 40, more than data.image_size 32; choose a smaller size",
         "augment.views.1.size=24",
     ),
+    'simclr augment.views=[{"count":2},{"count":1,"size":16},{"count":1,"size":64}]': (
+        "augment.views has size 64, more than data.image_size 32; choose a smaller size",
+        "augment.views.2.size=24",
+    ),
     f"simclr {CROPS} encoder.name=vit_tiny": (
         "augment.views has size 16, and the position embeddings of vit_tiny fit only data.image_size 32; remove size",
         "augment.views.1.size=null",

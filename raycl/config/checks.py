@@ -204,7 +204,7 @@ def _check_views(run: "RunConfig") -> str | None:
             f"the first entry of augment.views has {first}; it must give two or more views of "
             f"data.image_size {full}, since every view is compared with these"
         )
-    other = next((each.size for each in given if each.size not in (None, full)), None)
+    other = max((each.size for each in given if each.size not in (None, full)), default=None)
     if other is not None and other > full:
         return f"augment.views has size {other}, more than data.image_size {full}; choose a smaller size"
     if other is not None and run.encoder.name in VITS:
