@@ -1,5 +1,7 @@
 """Configuration: frozen and validated, with clear error messages."""
 
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 from torch import nn
@@ -261,6 +263,19 @@ def test_unsupported_settings_of_two_towers_are_refused_with_a_working_remedy(gi
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     override(recipe(name, image_size=32), [*settings, remedy])
+
+
+@pytest.mark.parametrize("remedy", [{"learn_temperature": False}, {"stages.0.loss": "info_nce"}])
+def test_a_stage_of_nce_beside_a_learned_temperature_is_refused_with_a_working_remedy(
+    remedy: dict[str, Any],
+) -> None:
+    settings = {"stages.0.loss": "nce", "stages.1.loss": "info_nce", "learn_temperature": True}
+    bank = recipe("instance_discrimination")
+    with pytest.raises(
+        ConfigError, match=r"nce estimates its .*; set learn_temperature=false, or loss to info_nce"
+    ):
+        override(bank, settings)
+    override(bank, settings | remedy)
 
 
 CROPS = 'augment.views=[{"count":2},{"count":4,"size":16,"crop_scale":[0.05,0.14]}]'

@@ -273,6 +273,12 @@ def _problem_of_loss(run: "RunConfig", loss: str) -> str | None:
             f"loss {loss} is incompatible with key {run.key} and negatives.store {store}: it takes "
             f"key {join_names(spec.keys)}, and negatives.store {join_names(spec.stores)}"
         )
+    learns_temperature = run.learn_temperature and not why_inactive(run, "learn_temperature")
+    if learns_temperature and "normalizer_momentum" in spec.settings:
+        return (
+            f"loss {loss} estimates its normalizing constant for one temperature; set learn_temperature=false, or loss "
+            "to info_nce"
+        )
     explicit = kind == "pairs" and run.negatives.explicit
     if explicit and spec.pairs and not spec.explicit_negatives:
         return (
