@@ -564,7 +564,7 @@ def test_invalid_calls_are_refused_in_one_line_without_writing(
         (ActorUnavailableError("gone\nfar", None), "did not answer 'info': The actor None is unavailable: gone; check"),
         (GetTimeoutError("slow"), "no answer within 5 s"),
         (ActorDiedError(), "did not answer 'info': The actor died unexpectedly"),
-        (RayTaskError("call", "a\nb", KeyError("k")), r"it failed with KeyError\('k'\)"),
+        (RayTaskError("call", "a\nb", KeyError("k")), r"^the bank's shard 'bank/0' failed in 'info' with KeyError\('k'\); its log"),
     ],
 )  # fmt: skip
 def test_a_permanently_lost_shard_is_an_error_in_one_line(

@@ -89,7 +89,10 @@ class PendingCall(Generic[Answer]):
             except exceptions.RayTaskError as error:
                 if isinstance(error.cause, RayclError):
                     raise error.cause from error
-                raise self._failure(f"it failed with {error.cause!r}") from error
+                raise RunError(
+                    f"the bank's shard {self.connection.name!r} failed in {self._method!r} with {error.cause!r}; its log "
+                    "has the traceback, and --debug shows it"
+                ) from error
             except exceptions.GetTimeoutError as error:
                 raise self._failure(f"no answer within {self.connection.timeout_s:g} s") from error
             except exceptions.RayError as error:
