@@ -457,7 +457,9 @@ def test_a_sample_is_shown_from_a_folder_or_a_file(tmp_path: Path, opened: Open)
         assert found["image"] == thumbnail(content, max_pixels=10**6)
         assert (found["label"], found["texts"]) == (label, [])
         for unknown in (-1, 150, 2**63 - 1):
-            assert refusal(opened(samples=samples).get(f"/api/samples/{unknown}"))[0] == 404
+            answer = refusal(opened(samples=samples).get(f"/api/samples/{unknown}"))
+            message = f"{tmp_path / uri} has no sample {unknown}; give the training data of the run as --data"
+            assert answer == (404, message)
 
 
 def test_ids_from_a_column_and_texts_are_found_in_any_order(tmp_path: Path, opened: Open) -> None:

@@ -77,7 +77,7 @@ class SampleViewer:
             row = int(order[at]) if at < len(ids) and ids[at] == sample_id else -1
         if not 0 <= row < self._source.num_rows:
             raise UnknownSampleError(
-                f"the data set of --data has no sample {sample_id}; give the training data of the run"
+                f"{self._source.uri} has no sample {sample_id}; give the training data of the run as --data"
             )
         return row
 
