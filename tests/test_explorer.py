@@ -22,6 +22,7 @@ from fastapi.testclient import TestClient
 from PIL import Image
 
 import raycl
+from raycl.cli import bank as cli_bank
 from raycl.cli import serve
 from raycl.data.columns import ColumnNames
 from raycl.data.sources import Source
@@ -226,6 +227,23 @@ def test_an_unwritten_slot_has_no_age(called: None, tmp_path: Path) -> None:
     assert [(row["step"], row["age"]) for row in client.get("/api/rows/3").json()["rows"]] == [(None, None)]
     assert refusal(client.get("/api/nearest?id=3"))[0] == 404
     assert refusal(client.get("/api/rows/9"))[0] == 404
+
+
+def test_a_partition_function_without_a_value_has_no_norm_and_is_null_in_json(
+    called: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = BankSpec(name="partitions", kind="partition", dim=2, capacity=4, output=str(tmp_path / "run"))
+    write_samples(spec, np.array([1, 2, 3, 4]))
+    actor = MemoryBankActor(spec)
+    written = Update("a client", 1, np.array([1]), np.array([[3.0, 4.0]], np.float32), 7)
+    actor.push_pull(0, (written,), np.empty(0, np.int64))
+    bank = Bank(spec, [actor])
+    explorer = Explorer(bank=ReconnectingBank(lambda: bank))
+    assert [explorer.rows(sample).rows[0].norm for sample in (1, 3)] == [5.0, None]
+    monkeypatch.setattr(cli_bank, "_connect", lambda *_: bank)
+    cli_bank.get("partitions", [1, 3], as_json=True)
+    rows = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["rows"]
+    assert [row["embedding"] for row in rows] == [[3.0, 4.0], [None, None]]
 
 
 # ---- refusals

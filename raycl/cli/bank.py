@@ -133,7 +133,9 @@ def get(
             f"the bank {name!r} has no row of {', '.join(map(str, missing[:5]))}; choose other samples"
         )
     if as_json:
-        parts = zip(found.sample_id.tolist(), found.step.tolist(), found.rows.tolist(), strict=True)
+        # A partition function that no step has written yet is -inf, which JSON does not have.
+        values = np.where(np.isfinite(found.rows), found.rows.astype(object), None)
+        parts = zip(found.sample_id.tolist(), found.step.tolist(), values.tolist(), strict=True)
         rows = [dict(zip(("sample_id", "step", "embedding"), part, strict=True)) for part in parts]
         shown = {"bank": name, "newest_step": found.newest_step, "rows": rows, "missing": missing}
         return _print_json(shown)
@@ -269,4 +271,4 @@ def _print_rows(found: "SampleRows") -> None:
 
 
 def _print_json(value: object) -> None:
-    print(json.dumps(value))
+    print(json.dumps(value, allow_nan=False))

@@ -214,7 +214,11 @@ class Explorer:
         newest = found.newest_step
         by_step = sorted(zip(found.step.tolist(), _norms(found.rows), strict=True), reverse=True)
         rows = [
-            schemas.Row(step=step if step >= 0 else None, age=newest - step if step >= 0 else None, norm=norm)
+            schemas.Row(
+                step=step if step >= 0 else None,
+                age=newest - step if step >= 0 else None,
+                norm=norm if np.isfinite(norm) else None,  # a partition function without a value yet is -inf
+            )
             for step, norm in by_step
         ]
         return schemas.Rows(sample_id=str(sample_id), newest_step=_or_none(newest), rows=rows)

@@ -89,11 +89,14 @@ class Progress(BaseModel):
 
 
 class Row(BaseModel):
-    """A row of a sample; step and age are null for a slot that no step has written yet."""
+    """A row of a sample; step and age are null for a slot that no step has written yet.
+
+    The norm is null as well if the slot is of a partition function.
+    """
 
     step: int | None
     age: Age | None
-    norm: float
+    norm: float | None
 
 
 class Rows(BaseModel):

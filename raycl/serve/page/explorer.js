@@ -303,7 +303,8 @@ async function tellRows(id, box) {
   try {
     const { rows } = await call(`rows/${id}`);
     const age = rows[0].age === null ? "never written" : `age ${steps(rows[0].age)}`;
-    if (shown.steps) line.textContent = `${rows.length > 1 ? `${rows.length} rows, the newest: ` : ""}${age}, norm ${rows[0].norm.toFixed(3)}`;
+    const norm = rows[0].norm === null ? "" : `, norm ${rows[0].norm.toFixed(3)}`;
+    if (shown.steps) line.textContent = `${rows.length > 1 ? `${rows.length} rows, the newest: ` : ""}${age}${norm}`;
   } catch (error) {
     line.textContent = error.message;
   }
