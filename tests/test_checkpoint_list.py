@@ -9,6 +9,7 @@ import pytest
 from raycl.errors import StorageError
 from raycl.records import CHECKPOINT_LIST, CHECKPOINTS, backup_manifest, repair_manifest
 from raycl.storage import Place
+from raycl.training.checkpoint import numbers_of
 
 
 def result(step: int) -> dict[str, Any]:
@@ -93,3 +94,10 @@ def test_a_truncated_first_list_without_checkpoints_is_deleted(tmp_path: Path) -
     (tmp_path / CHECKPOINTS / CHECKPOINT_LIST).write_text("")
     assert repair_manifest(output) is not None
     assert not (tmp_path / CHECKPOINTS / CHECKPOINT_LIST).exists()
+
+
+@pytest.mark.parametrize("suffix", ["", "-evaluated", "-judged"])  # the last one of earlier versions
+def test_the_name_of_a_checkpoint_has_its_step_stage_and_rollbacks(suffix: str) -> None:
+    assert numbers_of(f"step-00000120{suffix}") == (120, 0, 0)
+    assert numbers_of(f"step-00000120-stage1-again2{suffix}") == (120, 1, 2)
+    assert numbers_of(f"step-00000120-other{suffix}") is None

@@ -46,8 +46,8 @@ def test_runs_are_found_up_to_three_levels_below_and_not_in_hidden_folders_or_ru
 
 def test_a_finished_run_has_its_progress_and_best_figure(tmp_path: Path) -> None:
     lines = [line_of(step, time=1_700_000_000 + step) for step in (10, 200)]
-    judged = [evaluation(step, knn_top1=value) for step, value in ((0, 0.1), (100, 0.8), (200, 0.7))]
-    run = only(write_run(tmp_path / "run", [*judged, *lines], settings={"stages.0.epochs": 4}))
+    evaluations = [evaluation(step, knn_top1=value) for step, value in ((0, 0.1), (100, 0.8), (200, 0.7))]
+    run = only(write_run(tmp_path / "run", [*evaluations, *lines], settings={"stages.0.epochs": 4}))
     assert dataclasses.asdict(run) == {
         "name": ".",
         "run": str(tmp_path / "run"),

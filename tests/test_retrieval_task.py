@@ -12,7 +12,7 @@ import pytest
 
 from raycl.data.columns import ColumnNames
 from raycl.errors import ConfigError, DataError
-from raycl.evaluation.retrieval import Task, evaluate_retrieval, image_task, judged_task, pair_task
+from raycl.evaluation.retrieval import Task, benchmark_task, evaluate_retrieval, image_task, pair_task
 from raycl.models.encoder_io import save_encoder
 from raycl.models.specs import ImageEncoderSpec
 from raycl.storage import Place
@@ -108,7 +108,7 @@ def benchmark(write: Write, **changes: Any) -> tuple[str, str, str]:
 
 
 def test_relevance_is_joined_with_texts_by_id(write: Write) -> None:
-    task = judged_task(*benchmark(write), NAMES)
+    task = benchmark_task(*benchmark(write), NAMES)
     assert (task.queries, task.documents) == (["q", "r", "s"], ["c", "b", "a", "d"])
     assert relevance_of(task) == {("q", "a", 1), ("r", "b", 2), ("r", "c", 0)}
     assert excluded(task) == set()
@@ -123,7 +123,7 @@ def test_pairs_and_equivalent_relevance_files_make_the_same_task(write: Write, s
     query, document, label = (list(column) for column in zip(*dict.fromkeys(pairs), strict=True))
     expected = pair_task(write("pairs", query=query, document=document, label=label), None, NAMES)
     queries, documents = sorted(set(query)), sorted(set(document))
-    task = judged_task(
+    task = benchmark_task(
         write("judgments", q=[ord(text) for text in query], document_id=document, grade=label),
         write("queries", q=[ord(text) for text in queries], query=queries),
         write("documents", document_id=documents, document=documents),
@@ -135,7 +135,7 @@ def test_pairs_and_equivalent_relevance_files_make_the_same_task(write: Write, s
 
 
 def test_each_document_with_a_querys_own_text_is_excluded(write: Write) -> None:
-    task = judged_task(*benchmark(write, documents__document=["r", "r", "s", "r"]), NAMES)
+    task = benchmark_task(*benchmark(write, documents__document=["r", "r", "s", "r"]), NAMES)
     # "y" is relevant to the second query and "z" is not; the first document of "s" matches another query.
     assert task.excluded.tolist() == [[1, 0], [1, 3], [2, 2]]
 
@@ -151,7 +151,7 @@ def test_each_document_with_a_querys_own_text_is_excluded(write: Write) -> None:
 def test_relevance_with_invalid_texts_or_without_grades_is_skipped_and_counted(
     write: Write, changes: Any, queries: list[str], num_test: int, num_invalid: int
 ) -> None:
-    task = judged_task(*benchmark(write, **changes), NAMES)
+    task = benchmark_task(*benchmark(write, **changes), NAMES)
     assert task.queries == queries
     assert relevance_of(task) == {("r", "b", 2), ("r", "c", 0)}
     assert (task.sizes["num_test"], task.sizes["num_invalid"]) == (num_test, num_invalid)
@@ -172,14 +172,14 @@ def test_relevance_with_invalid_texts_or_without_grades_is_skipped_and_counted(
 )
 def test_benchmarks_that_cannot_be_evaluated_are_refused(write: Write, changes: Any, says: str) -> None:
     with pytest.raises(DataError, match=says) as caught:
-        judged_task(*benchmark(write, **changes), NAMES)
+        benchmark_task(*benchmark(write, **changes), NAMES)
     assert ";" in str(caught.value)  # with the remedy
 
 
 def test_documents_without_ids_are_searched_and_ids_may_be_numbers_or_texts(write: Write) -> None:
     ids, texts = ["z", "y", "x", None, None], ["c", "b", "a", "d", "e"]
     changes = {"documents__document_id": ids, "documents__document": texts}
-    task = judged_task(*benchmark(write, judgments__query_id=["8", "7", "8"], **changes), NAMES)
+    task = benchmark_task(*benchmark(write, judgments__query_id=["8", "7", "8"], **changes), NAMES)
     assert task.documents == texts
     assert relevance_of(task) == {("q", "a", 1), ("r", "b", 2), ("r", "c", 0)}
 
@@ -188,7 +188,7 @@ def test_relevance_needs_grades(write: Write) -> None:
     _, queries, documents = benchmark(write)
     judgments = write("judgments", query_id=[7], document_id=["x"])
     with pytest.raises(DataError, match="no grades; name the column"):
-        judged_task(judgments, queries, documents, NAMES)
+        benchmark_task(judgments, queries, documents, NAMES)
 
 
 def test_images_search_all_captions_and_share_equal_captions(write: Write) -> None:

@@ -46,7 +46,7 @@ def write_run(folder: Path, config: RunConfig, towers: Towers, *steps: int) -> s
         # The average is the result, and the last weights are not.
         learner = {"ema": MomentumEncoder(towers).state_dict(), "tower": trained(config, seed=8).state_dict()}
     for step in steps:
-        checkpoint = folder / "checkpoints" / f"step-{step:08d}-judged"
+        checkpoint = folder / "checkpoints" / f"step-{step:08d}-evaluated"
         checkpoint.mkdir(parents=True)
         torch.save({"learner": learner if step == steps[-1] else {}}, checkpoint / "state.pt")
         latest = {
@@ -100,7 +100,7 @@ def test_a_truncated_list_of_checkpoints_is_replaced_by_its_copy(tmp_path: Path)
     config = of_images("simclr")
     run = write_run(tmp_path / "run", config, trained(config), 5)
     listed = tmp_path / "run" / "checkpoints" / "checkpoint_manager_snapshot.json"
-    result = {"checkpoint_dir_name": "step-00000005-judged"}
+    result = {"checkpoint_dir_name": "step-00000005-evaluated"}
     copy = {"checkpoint_results": [result], "latest_checkpoint_result": result}
     (listed.parent / "checkpoint_list.json").write_text(json.dumps(copy))
     listed.write_text('{"latest')

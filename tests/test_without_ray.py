@@ -1,4 +1,4 @@
-"""Small sets are embedded and judged in this process; only others start Ray."""
+"""Small sets are embedded and evaluated in this process; only others start Ray."""
 
 import copy
 from pathlib import Path
@@ -81,7 +81,7 @@ def test_too_many_broken_images_leave_nothing_behind(
 
 
 @pytest.mark.parametrize("measure", ["knn", "linear"])
-def test_a_small_set_is_judged_in_this_process(
+def test_a_small_set_is_evaluated_in_this_process(
     measure: Any, run: str, tmp_path: Path, connected: list[str | None]
 ) -> None:
     train, test = (write_digits(tmp_path / f"{number}.parquet", number) for number in (300, 60))

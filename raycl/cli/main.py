@@ -148,12 +148,12 @@ def train(
 
         with typed(sys.argv), reported(output):
             result = train_validated(run, notes=notes, address=address, debug=debug)
-    judged = "".join(f", {name} {value:.4f}" for name, value in result.final.items())
+    evaluated = "".join(f", {name} {value:.4f}" for name, value in result.final.items())
     rate = f"{result.samples_per_second:,.0f} samples/s"
     if config.num_views > 2:
         rate += f", {result.views_per_second:,.0f} views/s"
     print(
-        f"{result.steps} steps in {result.seconds:.0f} s ({rate}){judged}; the encoder is in {result.output}"
+        f"{result.steps} steps in {result.seconds:.0f} s ({rate}){evaluated}; the encoder is in {result.output}"
     )
     for name, counts in result.data_sets.items():
         print(f"{name}: {counts['rows']:,} rows, {counts['steps']:,} steps")

@@ -219,7 +219,7 @@ class RunConfig(Section):
         return is_model and encoder.kwargs.get("pretrained", True)
 
     @property
-    def judged_by(self) -> str:
+    def evaluation_metric(self) -> str:
         """The metric of the periodic evaluation that selects the best checkpoint."""
         return "recall_at_10" if self.has_two_towers else "knn_top1"
 

@@ -121,7 +121,7 @@ def evaluate_retrieval(
         scores = _evaluate_images(image_task(test, names), encoders, options)
     else:
         if queries is not None and documents is not None:
-            task = judged_task(test, queries, documents, names)
+            task = benchmark_task(test, queries, documents, names)
         else:
             task = pair_task(test, train, names)
         scores = _evaluate_texts(task, encoders, options, baseline=baseline, examples=examples)
@@ -241,7 +241,7 @@ def pair_task(test: str, train: str | None, names: ColumnNames) -> Task:
     )
 
 
-def judged_task(test: str, queries: str, documents: str, names: ColumnNames) -> Task:
+def benchmark_task(test: str, queries: str, documents: str, names: ColumnNames) -> Task:
     """Read a benchmark: sets of queries and documents by id, and judgments with grades.
 
     A query ignores its own text. Raises ``DataError`` for a duplicate id in a set, a judgment about an

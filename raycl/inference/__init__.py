@@ -1,1 +1,1 @@
-"""A trained encoder at work: embedding whole sets, and being judged on them."""
+"""A trained encoder at work: embedding whole sets, and evaluation on them."""

@@ -18,9 +18,9 @@ from raycl.storage import Place, absolute
 
 MAX_DEPTH = 3  # folders below the given one
 _NUM_THREADS = 16  # for an object store, whose answers take long
-_JUDGED_BY = ("knn_top1", "recall_at_10")
+_EVALUATION_METRICS = ("knn_top1", "recall_at_10")
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # seven times as fast, where PyYAML has it
-_TELLING = re.compile(rf'"({"|".join(_JUDGED_BY)})": |"event": "{ROLLBACK}"')
+_TELLING = re.compile(rf'"({"|".join(_EVALUATION_METRICS)})": |"event": "{ROLLBACK}"')
 
 
 @final
@@ -139,16 +139,18 @@ def _planned(stages: list[Any], unit: str) -> int | None:
 
 
 def _best(lines: Iterable[str], final: Mapping[str, Any]) -> tuple[str | None, float | None]:
-    """Return the judging metric and its largest value, in the log or else at the end."""
+    """Return the evaluation metric and its largest value, in the log or else at the end."""
     evaluated: list[tuple[int, str, float]] = []
     for line in map(_parse, filter(_TELLING.search, lines)):
         step = line.get("step", 0)
         if line.get("event") == ROLLBACK:
             evaluated = [each for each in evaluated if each[0] <= step]
-        evaluated += [(step, *each) for each in _judged(line)]
-    judged = [(name, value) for _, name, value in evaluated] or _judged(final)
-    return max(judged, key=lambda each: each[1], default=(None, None))
+        evaluated += [(step, *each) for each in _evaluations(line)]
+    found = [(name, value) for _, name, value in evaluated] or _evaluations(final)
+    return max(found, key=lambda each: each[1], default=(None, None))
 
 
-def _judged(metrics: Mapping[str, Any]) -> list[tuple[str, float]]:
-    return [(name, metrics[name]) for name in _JUDGED_BY if isinstance(metrics.get(name), int | float)]
+def _evaluations(metrics: Mapping[str, Any]) -> list[tuple[str, float]]:
+    return [
+        (name, metrics[name]) for name in _EVALUATION_METRICS if isinstance(metrics.get(name), int | float)
+    ]

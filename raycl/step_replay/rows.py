@@ -71,7 +71,7 @@ def read_rows(run: RecordedRun) -> RunRows:
     tokenizer = load_tokenizer(run.output.uri) if config.has_texts else None
     where: dict[int, str] = {}
     tables = [_decoded(source, run, tokenizer, where) for source in sources]
-    holdout = hold_out(config, num_rows, can_be_judged=config.has_two_towers or sources[0].has_labels)
+    holdout = hold_out(config, num_rows, can_be_evaluated=config.has_two_towers or sources[0].has_labels)
     ids = [np.concatenate([each["sample_id"].to_numpy() for each in blocks]) for blocks in tables]
     num_train = tuple(int(holdout.is_train(each).sum()) for each in ids)
     check_sizes(config, {source.uri: count for source, count in zip(sources, num_train, strict=True)})

@@ -38,7 +38,8 @@ SCORE = "score"  # Ray Train keeps the checkpoints with the highest ones
 _MAX_COST = 0.01  # of the time, for checkpoints whose interval is not configured
 _INTERVALS_S = 2.0, 300.0  # the shortest and the longest of these
 _CHECK_S = 1.0  # between two checks of the time and of the nodes
-_NAME = re.compile(r"step-([0-9]{8,})(?:-stage([0-9]+))?(?:-again([0-9]+))?(?:-judged)?")
+# Runs of earlier versions have names with -judged.
+_NAME = re.compile(r"step-([0-9]{8,})(?:-stage([0-9]+))?(?:-again([0-9]+))?(?:-evaluated|-judged)?")
 _ORDER = ("rollbacks", "step", "stage")
 
 
@@ -208,7 +209,7 @@ class Checkpointer:
         if not self._monitor.is_healthy:
             return None
         if self._job.is_evaluated:
-            return metrics.get(self._job.config.judged_by) if evaluated else None
+            return metrics.get(self._job.config.evaluation_metric) if evaluated else None
         return position.seconds
 
     def _is_bank_newly_at_risk(self) -> bool:
@@ -283,7 +284,7 @@ def _name(position: Position, *, evaluated: bool) -> str:
     """Return a unique name: Ray Train would delete one of two checkpoints with the same name."""
     stage = f"-stage{position.stage}" if position.stage else ""
     again = f"-again{position.rollbacks}" if position.rollbacks else ""
-    return f"step-{position.step:08d}{stage}{again}{'-judged' if evaluated else ''}"
+    return f"step-{position.step:08d}{stage}{again}{'-evaluated' if evaluated else ''}"
 
 
 def _load(checkpoint: ray.train.Checkpoint) -> Restored:

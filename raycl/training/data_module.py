@@ -24,7 +24,7 @@ from raycl.training.guide import GuideTables, read_guide
 from raycl.training.preflight import check_classes, id_columns
 from raycl.training.transforms import build_formats
 
-JUDGED_PART = 20  # rows in the evaluation fragments of a large data set, per evaluated row
+EVALUATION_PART = 20  # rows in the evaluation fragments of a large data set, per evaluated row
 
 
 @final
@@ -61,14 +61,14 @@ class DataModule:
         self._tokenizer: Tokenizer | None = None
 
     @property
-    def can_be_judged(self) -> bool:
+    def can_be_evaluated(self) -> bool:
         """Whether the samples allow periodic evaluation: they have labels, or are pairs."""
         return self._config.has_two_towers or self._first.has_labels
 
     @property
     def is_evaluated(self) -> bool:
         """Whether some samples are held out for the periodic evaluation."""
-        return self.holdout.test > 0 and self.can_be_judged
+        return self.holdout.test > 0 and self.can_be_evaluated
 
     def learn_vocabulary(self, tokenizer: Tokenizer | None) -> Vocabulary:
         """Count the tokens of the texts, with a new tokenizer unless one is given; required before decoding."""
@@ -202,13 +202,13 @@ class DataModule:
         # A stream holds out rows of a few fragments only; with all rows in memory, any row may be held out.
         in_fragments = self._first.source is not None and self.streamed
         num_rows = self._num_evaluation_rows() if in_fragments else self.num_rows
-        return hold_out(self._config, num_rows, can_be_judged=self.can_be_judged)
+        return hold_out(self._config, num_rows, can_be_evaluated=self.can_be_evaluated)
 
     def _evaluation_fragments(self) -> tuple[Fragment, ...]:
         """Return enough evenly spaced fragments for the evaluation; all fragments of a small data set."""
         fragments = self._first.fragments
         settings = self._config.evaluation
-        enough = JUDGED_PART * (settings.num_test + settings.num_train)
+        enough = EVALUATION_PART * (settings.num_test + settings.num_train)
         return fragments[:: max(1, self.num_rows // enough)]
 
     def _num_evaluation_rows(self) -> int:
@@ -244,10 +244,10 @@ def _share_classes(data_sets: Sequence[DataSet]) -> None:
         each.use_classes(tuple(sorted(names)))
 
 
-def hold_out(config: RunConfig, num_rows: int, *, can_be_judged: bool) -> Holdout:
+def hold_out(config: RunConfig, num_rows: int, *, can_be_evaluated: bool) -> Holdout:
     """Return the split of ``num_rows`` rows, invalid ones included; nothing is held out without an evaluation."""
     settings = config.evaluation
-    if settings.every_epochs == 0 or not can_be_judged:
+    if settings.every_epochs == 0 or not can_be_evaluated:
         return Holdout(seed=config.seed)
     return make_split(num_rows, num_test=settings.num_test, num_train=settings.num_train, seed=config.seed)
 

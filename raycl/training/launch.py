@@ -202,7 +202,7 @@ def _report_skipped(data: DataModule, run: ValidatedRun, report: Printer) -> Non
             ignored = ", ".join(f"{count} {ending}" for ending, count in source.ignored)
             where = f" in {source.uri}" if len(run.sources) > 1 else ""
             report(f"ignored files that are not images{where}: {ignored}")
-    if not data.can_be_judged and run.config.evaluation.every_epochs != 0:
+    if not data.can_be_evaluated and run.config.evaluation.every_epochs != 0:
         report("the samples have no labels: no periodic kNN")
 
 
@@ -308,7 +308,7 @@ def _warn_of_leakage(config: RunConfig, final: dict[str, Any], report: Printer) 
 
 
 def _warn_of_baseline(config: RunConfig, final: dict[str, Any], report: Printer) -> None:
-    name = config.judged_by
+    name = config.evaluation_metric
     value, baseline = final.get(name), final.get(f"baseline_{name}")
     if value is not None and baseline is not None and value <= baseline:
         report(

@@ -115,7 +115,7 @@ class Recorder(tune.Callback):
         self._write()
         values = ", ".join(f"{path.removeprefix('stages.0.')}={value:g}" for path, value in settings.items())
         name = f"trial {number} ({values})" if number else "recipe"
-        outcome = f"failed: {error}" if error else f"{self._config.judged_by} {score:.4f}"
+        outcome = f"failed: {error}" if error else f"{self._config.evaluation_metric} {score:.4f}"
         self._report(f"{name}: {outcome} after {self._rungs[len(changed.scores) - 1]:,} samples")
 
     def result(self) -> TuneResult:
@@ -125,7 +125,7 @@ class Recorder(tune.Callback):
         return TuneResult(
             output=self._file.uri,
             config=override(self._config, best.settings),
-            metric=self._config.judged_by,
+            metric=self._config.evaluation_metric,
             rungs=self._rungs,
             recipe=self._config,
             trials=trials,

@@ -65,7 +65,7 @@ def _train(config: RunConfig, output: str, sources: Sequence[Source]) -> Measure
 
     began, data = time.monotonic(), [source.uri for source in sources]
     result = train(config, output=output, data=data, sources=sources, quiet=True)
-    if config.judged_by not in result.final:
+    if config.evaluation_metric not in result.final:
         raise DataError("too few rows are held out to compare trials; give more data with labels")
     overhead_s = time.monotonic() - began - result.seconds
-    return Measured(result.final[config.judged_by], overhead_s, result.samples_per_second)
+    return Measured(result.final[config.evaluation_metric], overhead_s, result.samples_per_second)

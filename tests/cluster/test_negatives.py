@@ -108,7 +108,7 @@ def test_a_bank_ends_with_its_run_and_keeps_the_snapshots_of_its_checkpoints(
     output, _ = moco
     assert "moco" not in list_banks()
     steps = {path.name for path in (output / "bank").glob("step-*")}
-    assert steps == {path.name.removesuffix("-judged") for path in (output / "checkpoints").glob("step-*")}
+    assert steps == {path.name.removesuffix("-evaluated") for path in (output / "checkpoints").glob("step-*")}
 
 
 def test_one_process_repeats_a_step_with_the_queue_of_the_snapshot(moco: tuple[Path, RunResult]) -> None:

@@ -117,7 +117,7 @@ def test_a_large_stream_holds_out_rows_only_from_the_evaluation_fragments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, coordinator: Any
 ) -> None:
     monkeypatch.setattr("raycl.data.sources.ROWS_PER_FRAGMENT", 64)
-    monkeypatch.setattr("raycl.training.data_module.JUDGED_PART", 1)
+    monkeypatch.setattr("raycl.training.data_module.EVALUATION_PART", 1)
     source = find_source(str(write_digits(tmp_path / "digits.parquet", 1_000)))
     config = raycl.override(
         raycl.recipe("simclr", image_size=16),
@@ -128,8 +128,8 @@ def test_a_large_stream_holds_out_rows_only_from_the_evaluation_fragments(
         },
     )
     samples = DataModule(config, coordinator, [source])
-    [judged_on] = samples.rows_to_keep()
-    evaluated = {row["sample_id"] for row in judged_on.take_all()}
+    [kept] = samples.rows_to_keep()
+    evaluated = {row["sample_id"] for row in kept.take_all()}
     held_out = {row for row in evaluated if samples.holdout.is_test(np.array([row]))[0]}
     assert len(evaluated) == pytest.approx(0.65 * 360, abs=40)  # a tenth held out, 200 reference rows
     trained_on = [int(row) for batch in samples.stream().epoch_batches(BatchShard(batch_size=1), epoch=0)

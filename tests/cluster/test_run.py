@@ -272,9 +272,9 @@ def test_latest_and_best_checkpoint_are_kept_and_the_best_was_evaluated(finished
     evaluated = {line["step"]: line["knn_top1"] for line in lines if line.get("knn_top1") and line["step"]}
     best = max(evaluated, key=lambda step: evaluated[step])
     kept = {path.name for path in (finished.output / "checkpoints").glob("step-*")}
-    assert kept >= {f"step-{step:08d}-judged" for step in (best, finished.result.steps)}
+    assert kept >= {f"step-{step:08d}-evaluated" for step in (best, finished.result.steps)}
     assert len(kept) <= 3
-    assert len([name for name in kept if not name.endswith("-judged")]) <= 1  # only the latest
+    assert len([name for name in kept if not name.endswith("-evaluated")]) <= 1  # only the latest
 
 
 def assert_equal_to(finished: Finished, output: Place) -> None:
@@ -433,7 +433,7 @@ def test_weights_that_are_not_finite_are_never_saved(finished: Finished, tmp_pat
     with pytest.raises(NonFiniteLossError, match=r"not finite after step 10; .*\(step 9\) is kept: lower"):
         raycl.train(config, data=str(finished.data), output=str(tmp_path / "run"), quiet=True)
     kept = [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")]
-    assert "step-00000009-judged" in kept
+    assert "step-00000009-evaluated" in kept
     assert not any("00010" in name for name in kept)
 
 
