@@ -167,16 +167,16 @@ class RowExchange:
         return self._received
 
 
-def visit_all(meet: Callable[..., None], *tensors: Tensor) -> None:
-    """Call ``meet`` with each worker's rank and tensors, this worker's first; the next ones travel at the same time.
+def visit_all(visit: Callable[..., None], *tensors: Tensor) -> None:
+    """Call ``visit`` with each worker's rank and tensors, this worker's first; the next ones travel at the same time.
 
     Args:
-        meet: A function, so that it holds no tensors while the next but one arrive.
+        visit: A function, so that it holds no tensors while the next but one arrive.
         tensors: As for :class:`RingTransfer`.
     """
-    for visit in range(num_workers()):
-        passing = RingTransfer(*tensors) if visit < num_workers() - 1 else None
-        meet((rank() - visit) % num_workers(), *tensors)
+    for number in range(num_workers()):
+        passing = RingTransfer(*tensors) if number < num_workers() - 1 else None
+        visit((rank() - number) % num_workers(), *tensors)
         if passing is not None:
             tensors = passing.arrived()
             del passing

@@ -131,10 +131,10 @@ class IdExchange:
         count = 0
         if names.negative is not None:
             count, width = names.negative.shape
-            room = names.negative.new_zeros(self._capacity, width)
+            padded = names.negative.new_zeros(self._capacity, width)
             fitting = names.negative[: self._capacity]
-            room[: len(fitting)] = fitting
-            parts.append(room.flatten())
+            padded[: len(fitting)] = fitting
+            parts.append(padded.flatten())
         message = torch.cat([torch.tensor([count]), *parts])
         return gather_detached(upload([message[None]], self._device)[0])
 
@@ -147,9 +147,9 @@ class IdExchange:
         sizes.append(messages.shape[1] - sum(sizes))
         everyone = []
         for message in messages:
-            count, query, key, room = message.split(sizes)
+            count, query, key, padded = message.split(sizes)
             query, key = query.view_as(names.query), key.view_as(names.key)
-            negative = None if names.negative is None else room.view(-1, key.shape[1])[: int(count)]
+            negative = None if names.negative is None else padded.view(-1, key.shape[1])[: int(count)]
             everyone.append((query, key, negative))
         return _merged(names, everyone)
 

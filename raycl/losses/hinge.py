@@ -244,14 +244,14 @@ def _evaluate(
     sides[0].compare(blocks, diagonal, other=sides[1].rule if is_shared else None)
     if pairs.bidirectional and not is_shared:
         sides[1].compare(blocks, diagonal)
-    loss, pull = limit.new_zeros(()), torch.zeros_like(limit)
+    loss, positive_weight = limit.new_zeros(()), torch.zeros_like(limit)
     for side in sides:
-        its_loss, its_pull = side.rule.finish(side)
-        loss, pull = loss + its_loss, pull + its_pull
+        side_loss, side_weight = side.rule.finish(side)
+        loss, positive_weight = loss + side_loss, positive_weight + side_weight
     if at_query is not None:
-        at_query -= pull[:, None] * key
+        at_query -= positive_weight[:, None] * key
     if at_key is not None:
-        at_key -= pull[:, None] * query
+        at_key -= positive_weight[:, None] * query
     return loss, tuple(gradients)
 
 
@@ -321,7 +321,7 @@ class _MeanOfNegatives:
         """``limit`` [num_rows] is the margin minus the similarity of the positive."""
         self._limit = limit
         self._share = weight / torch.zeros_like(limit).add(num_negatives).clamp(min=1)
-        self._loss, self._pull = torch.zeros_like(limit), torch.zeros_like(limit)
+        self._loss, self._positive_weight = torch.zeros_like(limit), torch.zeros_like(limit)
 
     def add(self, similarity: Tensor, rows: slice, first: int) -> Tensor:
         """Replace similarities [rows, candidates] by their weights, in place."""
@@ -329,12 +329,12 @@ class _MeanOfNegatives:
         excess = similarity.add_(self._limit[rows, None]).clamp_(min=0)
         self._loss[rows] += share * excess.sum(1)
         excess.sign_().mul_(share[:, None])
-        self._pull[rows] += excess.sum(1)
+        self._positive_weight[rows] += excess.sum(1)
         return excess
 
     def finish(self, side: _Side) -> tuple[Tensor, Tensor]:
         """Return the loss, and the weight of each positive, [num_rows]."""
-        return self._loss.sum(), self._pull
+        return self._loss.sum(), self._positive_weight
 
 
 @final
@@ -364,11 +364,11 @@ class _HardestNegative:
             columns = candidates.columns
             place = self._index - first
             is_here = (place >= 0) & (place < len(columns))
-            place, pull = place.clamp(0, max(len(columns) - 1, 0)), (weights * is_here)[:, None]
+            place, share = place.clamp(0, max(len(columns) - 1, 0)), (weights * is_here)[:, None]
             if len(columns) and side.gradient is not None:
-                side.gradient.add_(pull * columns[place])
+                side.gradient.add_(share * columns[place])
             if len(columns) and candidates.gradient is not None:
-                add_rows(candidates.gradient, place, pull * side.rows)
+                add_rows(candidates.gradient, place, share * side.rows)
             first += len(columns)
         return self._weight * violation.sum(), weights
 

@@ -105,15 +105,15 @@ def evaluate_ring(
     ]
     others = ColumnBlock(negatives, mask=to_columns, first=num_workers() * len(columns), bias=of_negatives)
     for block in blocks:
-        block.meet(others)
+        block.add(others)
 
-    def meet(worker: int, visiting: Tensor) -> None:
+    def visit(worker: int, visiting: Tensor) -> None:
         first = worker * len(columns)
         visitors = ColumnBlock(visiting, mask=to_columns, first=first, bias=of_worker[worker])
         for block in blocks:
-            block.meet(visitors, holds_positives=worker == rank())
+            block.add(visitors, holds_positives=worker == rank())
 
-    visit_all(meet, columns)
+    visit_all(visit, columns)
     softmax = concatenated([block.finish() for block in blocks])
     at_columns = None
     if needs_second_round:
@@ -141,7 +141,7 @@ def _column_gradient(
     gradient = torch.zeros_like(columns)
     diagonals = [-diagonal for group in groups for diagonal in group.diagonals]
 
-    def meet(worker: int, visiting: Tensor, logsumexp: Tensor) -> None:
+    def visit(worker: int, visiting: Tensor, logsumexp: Tensor) -> None:
         # No logit exceeds the logsumexp of a cross-entropy, so exp2 cannot overflow.
         visitors = ColumnBlock(visiting, mask=mask, first=worker * len(rows), bias=-logsumexp)
         for block in row_blocks(groups):
@@ -153,7 +153,7 @@ def _column_gradient(
                     tile += bias[block, None]
                 gradient[block] += product(zero_denormals(tile).exp2_(), piece.T)
 
-    visit_all(meet, rows, softmax.logsumexp)
+    visit_all(visit, rows, softmax.logsumexp)
     for group in groups:
         if group.positive is not None:
             matched = group.match(group.rows)

@@ -164,8 +164,8 @@ def _evaluate(
     match = slice(0, len(rows)) if by_ring else own
     positive = (rows * columns[match]).sum(1) / temperature + bias
     weight = rows.new_ones(len(rows)) if weight is None else weight
-    loss, pull = -(weight * F.logsigmoid(positive)).sum(), -weight * (-positive).sigmoid()
-    at_bias = pull.sum()
+    loss, at_positive = -(weight * F.logsigmoid(positive)).sum(), -weight * (-positive).sigmoid()
+    at_bias = at_positive.sum()
     if by_ring:
         sums = [loss, at_bias]
 
@@ -191,9 +191,9 @@ def _evaluate(
         )
         loss, at_bias = loss + found[0], at_bias + found[1]
     if at_rows is not None and wants_rows:
-        at_rows += pull[:, None] * columns[match]
+        at_rows += at_positive[:, None] * columns[match]
     if at_columns is not None:
-        at_columns[match] += pull[:, None] * rows
+        at_columns[match] += at_positive[:, None] * rows
     gradients = scaled_gradients(rows, (at_rows, at_columns), temperature, len(rows))
     return loss / len(rows), (*gradients, at_bias / len(rows) if bias.requires_grad else None)
 
@@ -231,12 +231,12 @@ def _add_negatives(
             if mask is not None:
                 mask.apply_(tile, block, slice(first + piece.start, first + piece.stop))
             loss = loss - own @ F.logsigmoid(-tile).sum(1)
-            pulls = tile.sigmoid_()
-            total = total + own @ pulls.sum(1)
+            weights = tile.sigmoid_()
+            total = total + own @ weights.sum(1)
             if at_rows is not None:
-                at_rows[block] += own[:, None] * product(pulls, values[piece].T)
+                at_rows[block] += own[:, None] * product(weights, values[piece].T)
             if at_columns is not None:
-                at_columns[piece] += product(pulls.T, (own[:, None] * rows[block]).T)
+                at_columns[piece] += product(weights.T, (own[:, None] * rows[block]).T)
     return loss, total
 
 

@@ -221,7 +221,7 @@ class SoftmaxRows:
         self._total = torch.zeros_like(self._shift)
         self._grad = None if gradient is None else gradient[block]
 
-    def meet(self, columns: ColumnBlock, *, holds_positives: bool = False) -> list[KeptWeights]:
+    def add(self, columns: ColumnBlock, *, holds_positives: bool = False) -> list[KeptWeights]:
         """Add a block of columns; return the weights that the gradient of the columns needs."""
         kept, bias = [], columns.bias
         if self._bound is not None:
@@ -319,7 +319,7 @@ def evaluate_softmax(
                 positive_bias=bias,
                 row_loss=row_loss,
             )
-            kept = strip.meet(batch, holds_positives=True) + strip.meet(others)
+            kept = strip.add(batch, holds_positives=True) + strip.add(others)
             softmax = strip.finish()
             if to_columns is not None and positives is not None:
                 to_columns[group.match(block)] -= softmax.positive_weight[:, None] * strip.rows
