@@ -202,6 +202,17 @@ def test_images_search_all_captions_and_share_equal_captions(write: Write) -> No
     assert relevance_of(single) == {(b"1", "a cat", 1), (b"2", "a dog", 1)}
 
 
+def test_a_row_per_caption_makes_the_task_of_a_row_per_image(write: Write) -> None:
+    rows = [(b"1", "a cat"), (b"2", "a dog"), (b"1", "a pet"), (b"2", "a pet")]
+    images, captions = (list(column) for column in zip(*rows, strict=True))
+    flat = image_task(write("flat", image=images, caption=captions), NAMES)
+    lists = write("lists", image=[b"1", b"2"], caption=[["a cat", "a pet"], ["a dog", "a pet"]])
+    assert flat.queries == [b"1", b"2"]
+    assert relevance_of(flat) == relevance_of(image_task(lists, NAMES))
+    assert len(flat.relevance) == 4
+    assert flat.sizes == {"num_train": 0, "num_test": 4, "num_invalid": 0}
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_reversed_task_searches_queries_by_relevant_documents(seed: int) -> None:
     rng = np.random.default_rng(seed)

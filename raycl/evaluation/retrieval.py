@@ -263,14 +263,16 @@ def benchmark_task(test: str, queries: str, documents: str, names: ColumnNames) 
 
 
 def image_task(test: str, names: ColumnNames) -> Task:
-    """Search captions by images."""
+    """Search captions by images; the captions of all rows with an image are its own."""
     columns = ColumnNames(image=names.image or "image", caption=names.caption or "caption")
     values = read_values(test, columns)
+    images = values.by_role["image"]
     captions = [each if isinstance(each, list) else [each] for each in values.by_role["caption"]]
-    document = _numbered(*captions)
-    relevance = np.array([(n, document[c], 1) for n, each in enumerate(captions) for c in each], np.int64)
+    image, document = _numbered(images), _numbered(*captions)
+    rows = zip(images, captions, strict=True)
+    relevance = np.array([(image[i], document[c], 1) for i, own in rows for c in own], np.int64)
     return Task(
-        queries=values.by_role["image"],
+        queries=list(image),
         documents=list(document),
         relevance=np.unique(relevance.reshape(-1, 3), axis=0),
         num_test=len(captions),
