@@ -11,7 +11,7 @@ import ray
 
 from raycl.config.overrides import override
 from raycl.data.click_logs import group_source, grouped_columns
-from raycl.data.columns import ColumnNames, check_labels
+from raycl.data.columns import ColumnNames, UnlabeledColumnNames, check_labels
 from raycl.data.decode import map_fragments
 from raycl.data.ids import is_missing, stable_id
 from raycl.data.labels import NO_LABEL
@@ -171,7 +171,7 @@ def gather_texts(data: str, output: str, *, group: str, text: str = "text") -> G
     with writing_new(output, is_file=True) as place:
         texts_by_group: dict[int, dict[str, None]] = {}
         num_invalid = 0
-        source = find_source(data, ColumnNames(image=None, text=text, sample_id=group))
+        source = find_source(data, UnlabeledColumnNames(image=None, text=text, sample_id=group))
         for _, table in (
             rows for fragment in source.fragments for rows in source.tables(fragment, [group, text])
         ):

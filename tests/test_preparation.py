@@ -50,6 +50,13 @@ def test_a_group_without_a_valid_text_has_no_text_alone(tmp_path: Path) -> None:
     assert (found.num_rows, found.num_texts, found.num_alone, found.num_invalid) == (1, 2, 2, 2)
 
 
+def test_texts_are_gathered_beside_labels_of_any_type(tmp_path: Path) -> None:
+    rows = {"text": ["a", "b"], "about": [1, 1], "label": [0.5, 4.0]}
+    pq.write_table(pa.table(rows), tmp_path / "texts.parquet")
+    found = gather_texts(str(tmp_path / "texts.parquet"), str(tmp_path / "groups.parquet"), group="about")
+    assert found.num_texts == 2
+
+
 def refused(kind: type[RayclError], *arguments: object) -> str:
     """Return the error line of a refused command."""
     app: Any = runpy.run_path(str(ROOT / "jobs" / "prepare.py"))["app"]

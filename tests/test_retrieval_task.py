@@ -213,6 +213,29 @@ def test_a_row_per_caption_makes_the_task_of_a_row_per_image(write: Write) -> No
     assert flat.sizes == {"num_train": 0, "num_test": 4, "num_invalid": 0}
 
 
+@pytest.mark.parametrize(
+    "label",
+    [["cat", "dog", "dog"], [2, -1, None], [0.5, 4.0, 2.5]],
+    ids=["classes", "missing integers", "floats"],
+)
+def test_a_column_label_is_not_read_of_sets_whose_labels_have_no_meaning(
+    label: list[Any], write: Write
+) -> None:
+    images = {"image": [b"1", b"2", b"3"], "caption": ["a cat", "a dog", "a bird"]}
+    labeled, plain = (image_task(write("images", **images, **more), NAMES) for more in ({"label": label}, {}))
+    assert (labeled.queries, labeled.sizes) == (plain.queries, plain.sizes)
+    assert relevance_of(labeled) == relevance_of(plain)
+    sets = benchmark(write, queries__label=label, documents__label=[*label, label[0]])
+    assert relevance_of(judged_task(*sets, NAMES)) == relevance_of(judged_task(*benchmark(write), NAMES))
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.int64(), pa.null()])
+def test_pairs_without_any_label_in_their_column_are_refused(kind: pa.DataType, write: Write) -> None:
+    labels = pa.array([None, None], kind)
+    with pytest.raises(DataError, match="none of the 2 rows of .*pairs can be used: texts, labels or ids"):
+        pair_task(write("pairs", query=["q", "r"], document=["a", "b"], label=labels), None, NAMES)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_reversed_task_searches_queries_by_relevant_documents(seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -122,3 +122,12 @@ def test_a_corpus_without_a_valid_text_is_refused_before_embedding(tmp_path: Pat
     pq.write_table(pa.table({"text": ["", None]}), tmp_path / "corpus")
     with pytest.raises(DataError, match="none of the 2 rows of .*corpus can be used"):
         evaluate_sts(run=str(tmp_path / "run"), test=str(tmp_path / "test"), train=str(tmp_path / "corpus"))
+
+
+def test_labels_of_the_corpus_are_not_read(tmp_path: Path) -> None:
+    save(small_config("simcse"), tmp_path / "run")
+    pairs = {"sentence1": ["a b", "b c", "c"], "sentence2": ["a", "b c", "d"], "score": [2, 3, 1]}
+    pq.write_table(pa.table(pairs), tmp_path / "test")
+    pq.write_table(pa.table({"text": ["a c", "b d"], "label": ["cat", "dog"]}), tmp_path / "corpus")
+    sets = {name: str(tmp_path / name) for name in ("run", "test")}
+    assert evaluate_sts(**sets, train=str(tmp_path / "corpus"), quiet=True)["num_train"] == 2

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import ClassVar, final
 
 import pyarrow as pa
 
@@ -12,7 +12,6 @@ from raycl.errors import DataError
 _OPTIONAL_OF_PAIRS = ("negatives", "query_id", "document_id", "negative_ids")  # read if present
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class ColumnNames:
     """The names of columns by role; ``None`` for absent contents, and for optional columns of the usual name.
@@ -34,6 +33,8 @@ class ColumnNames:
     weight: str | None = None
     label: str | None = None
     sample_id: str | None = None
+
+    _usual: ClassVar[tuple[str, ...]] = ("label", "sample_id")  # read if present
 
     @property
     def contents(self) -> dict[str, str]:
@@ -58,7 +59,7 @@ class ColumnNames:
                     f"{where} has no column {name!r}; it has {', '.join(names)}: "
                     f"name the right one with --set data.columns.{role}=NAME"
                 )
-        usual = ("label", "sample_id", *(_OPTIONAL_OF_PAIRS if self.query is not None else ()))
+        usual = (*self._usual, *(_OPTIONAL_OF_PAIRS if self.query is not None else ()))
         found = {role: role for role in usual if getattr(self, role) is None and role in names}
         return replace(self, **found)
 
@@ -81,6 +82,13 @@ class ColumnNames:
                 f"labels must be integers or text, column {self.label!r} of {where} holds "
                 f"{kind}; name another with --set data.columns.label=NAME"
             )
+
+
+@final
+class UnlabeledColumnNames(ColumnNames):
+    """The columns of rows whose labels have no meaning: a column ``label`` is not read."""
+
+    _usual: ClassVar[tuple[str, ...]] = ("sample_id",)
 
 
 def is_text(kind: pa.DataType) -> bool:

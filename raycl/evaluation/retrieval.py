@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from raycl.data.columns import ColumnNames
+from raycl.data.columns import ColumnNames, UnlabeledColumnNames
 from raycl.data.ids import entity_id, is_missing
 from raycl.display import EvaluationResult
 from raycl.errors import ConfigError, DataError
@@ -254,7 +254,8 @@ def benchmark_task(test: str, queries: str, documents: str, names: ColumnNames) 
     texts, rows = {}, {}
     for role, uri in (("query", queries), ("document", documents)):
         id_column = ids[f"{role}_id"]
-        columns = ColumnNames(image=None, **{role: getattr(names, role) or role, f"{role}_id": id_column})
+        asked = {role: getattr(names, role) or role, f"{role}_id": id_column}
+        columns = UnlabeledColumnNames(image=None, **asked)
         found = read_values(uri, columns, keep_invalid=True).by_role
         texts[role] = found[role]
         rows[role] = _rows_by_id(judgments.by_role[f"{role}_id"], found[f"{role}_id"], uri)
@@ -264,7 +265,7 @@ def benchmark_task(test: str, queries: str, documents: str, names: ColumnNames) 
 
 def image_task(test: str, names: ColumnNames) -> Task:
     """Search captions by images; the captions of all rows with an image are its own."""
-    columns = ColumnNames(image=names.image or "image", caption=names.caption or "caption")
+    columns = UnlabeledColumnNames(image=names.image or "image", caption=names.caption or "caption")
     values = read_values(test, columns)
     images = values.by_role["image"]
     captions = [each if isinstance(each, list) else [each] for each in values.by_role["caption"]]

@@ -5,7 +5,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from torch.nn.functional import normalize
 
-from raycl.data.columns import ColumnNames
+from raycl.data.columns import UnlabeledColumnNames
 from raycl.data.parquet_tables import open_parquet
 from raycl.data.sources import existing, plain_values
 from raycl.display import EvaluationResult
@@ -48,7 +48,7 @@ def evaluate_sts(
     names = table["dataset"].to_pylist() if "dataset" in table.column_names else ["sts"] * len(left)
     corpus = [*left, *right]
     if train is not None:
-        train_rows = read_values(train, ColumnNames(image=None, text=text)).by_role["text"]
+        train_rows = read_values(train, UnlabeledColumnNames(image=None, text=text)).by_role["text"]
         corpus = [each for row in train_rows for each in (row if isinstance(row, list) else [row])]
     embedding = normalize(
         embed_values([*left, *right], saved, gpu=gpu, address=address, quiet=quiet, debug=debug)

@@ -192,7 +192,7 @@ def _valid_text(value: Any) -> Any:
 
 def _integer_labels(label: NDArray[np.int64], classes: tuple[str, ...] | None) -> NDArray[np.int64]:
     """Return integer labels, parsed if the column holds text."""
-    if classes is None:
+    if not classes:  # integers, or no label at all
         return label
     try:
         parsed = np.array([int(name) for name in classes], np.int64)
