@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import final
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import ray
+from numpy.typing import NDArray
 
 from raycl.config.overrides import override
 from raycl.data.click_logs import group_source, grouped_columns
@@ -31,8 +32,8 @@ def pack_images(
 ) -> Source:
     """Copy the images of a folder into parquet files, unchanged; return the source.
 
-    Many small files read slowly, above all from S3. Columns: ``image``, ``label`` (int, with class
-    folders), ``sample_id``, ``path``. Invalid images are copied too; training counts them. Raises
+    Many small files read slowly, above all from S3. Columns: ``image``, ``label`` (the name of the
+    class folder), ``sample_id``, ``path``. Invalid images are copied too; training counts them. Raises
     ``StorageError`` if the output exists.
     """
     with writing_new(output) as place:
@@ -41,25 +42,28 @@ def pack_images(
         filesystem, path = place.resolve()
         with unwrap_ray_errors():
             # With small row groups a task reads only its own rows.
-            _image_rows(source).write_parquet(
+            map_fragments(source, _image_tables).write_parquet(
                 path, filesystem=filesystem, min_rows_per_file=rows_per_file, row_group_size=1_024
             )
         return source
 
 
-def _image_rows(source: Source) -> ray.data.Dataset:
-    def read(described: Source, fragment: Fragment) -> Iterator[pa.Table]:
-        for rows in described.read(fragment):
-            columns = {
-                "image": pa.array(rows.values["image"], pa.binary()),
-                "sample_id": rows.sample_id,
-                "path": rows.where,
-            }
-            if source.has_labels:
-                columns["label"] = pa.array(rows.label, pa.int64(), mask=rows.label == NO_LABEL)
-            yield pa.table(columns)
+def _image_tables(source: Source, fragment: Fragment) -> Iterator[pa.Table]:
+    for rows in source.read(fragment):
+        columns = {
+            "image": pa.array(rows.values["image"], pa.binary()),
+            "sample_id": rows.sample_id,
+            "path": rows.where,
+        }
+        if source.has_labels:
+            columns["label"] = _labels(rows.label, source.classes)
+        yield pa.table(columns)
 
-    return map_fragments(source, read)
+
+def _labels(label: NDArray[np.int64], classes: tuple[str, ...] | None) -> pa.Array:
+    """Return labels for a file: classes by name, since another set may number them differently."""
+    numbers = pa.array(label, pa.int64(), mask=label == NO_LABEL)
+    return numbers if classes is None else pa.array(classes, pa.string()).take(numbers)
 
 
 def pack_rows(data: str, output: str, *, columns: ColumnNames) -> Source:

@@ -8,8 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from raycl.data.sources import find_source
 from raycl.errors import ConfigError, DataError, RayclError
-from raycl.preparation import gather_texts
+from raycl.preparation import _image_tables, gather_texts
 
 ROOT = Path(__file__).parent.parent
 
@@ -55,6 +56,30 @@ def test_texts_are_gathered_beside_labels_of_any_type(tmp_path: Path) -> None:
     pq.write_table(pa.table(rows), tmp_path / "texts.parquet")
     found = gather_texts(str(tmp_path / "texts.parquet"), str(tmp_path / "groups.parquet"), group="about")
     assert found.num_texts == 2
+
+
+def packed(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of a packed folder of images."""
+    source = find_source(str(folder))
+    return [
+        row
+        for fragment in source.fragments
+        for table in _image_tables(source, fragment)
+        for row in table.to_pylist()
+    ]
+
+
+def test_packed_images_have_the_names_of_their_classes(tmp_path: Path) -> None:
+    for name in ("a/1.png", "c/1.png", "c/2.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(name.encode())
+    rows = packed(tmp_path)
+    assert [(row["path"], row["label"]) for row in rows] == [
+        ("a/1.png", "a"),
+        ("c/1.png", "c"),
+        ("c/2.png", "c"),
+    ]
+    assert [row["image"] for row in rows] == [row["path"].encode() for row in rows]
 
 
 def refused(kind: type[RayclError], *arguments: object) -> str:
