@@ -33,8 +33,8 @@ def pack_images(
     """Copy the images of a folder into parquet files, unchanged; return the source.
 
     Many small files read slowly, above all from S3. Columns: ``image``, ``label`` (the name of the
-    class folder), ``sample_id``, ``path``. Invalid images are copied too; training counts them. Raises
-    ``StorageError`` if the output exists.
+    class folder), ``sample_id``, ``path``. Invalid images are copied too, and an
+    unreadable file becomes a missing image; training counts them. Raises ``StorageError`` if the output exists.
     """
     with writing_new(output) as place:
         source = find_source(data)
@@ -50,8 +50,9 @@ def pack_images(
 
 def _image_tables(source: Source, fragment: Fragment) -> Iterator[pa.Table]:
     for rows in source.read(fragment):
+        images = [image if isinstance(image, bytes) else None for image in rows.values["image"]]
         columns = {
-            "image": pa.array(rows.values["image"], pa.binary()),
+            "image": pa.array(images, pa.binary()),
             "sample_id": rows.sample_id,
             "path": rows.where,
         }

@@ -82,6 +82,16 @@ def test_packed_images_have_the_names_of_their_classes(tmp_path: Path) -> None:
     assert [row["image"] for row in rows] == [row["path"].encode() for row in rows]
 
 
+def test_a_file_that_cannot_be_read_is_packed_as_a_missing_image(tmp_path: Path) -> None:
+    (tmp_path / "1.png").write_bytes(b"1")
+    (tmp_path / "2.png").write_bytes(b"2")
+    source = find_source(str(tmp_path))
+    (tmp_path / "2.png").unlink()
+    (fragment,) = source.fragments
+    (table,) = _image_tables(source, fragment)
+    assert table["image"].to_pylist() == [b"1", None]
+
+
 def refused(kind: type[RayclError], *arguments: object) -> str:
     """Return the error line of a refused command."""
     app: Any = runpy.run_path(str(ROOT / "jobs" / "prepare.py"))["app"]

@@ -229,10 +229,19 @@ def test_a_column_label_is_not_read_of_sets_whose_labels_have_no_meaning(
     assert relevance_of(judged_task(*sets, NAMES)) == relevance_of(judged_task(*benchmark(write), NAMES))
 
 
+def test_an_image_that_is_missing_or_cannot_be_read_is_an_invalid_row(write: Write) -> None:
+    images = pa.array([{"bytes": b"1", "path": None}, None, {"bytes": None, "path": "/no/such.png"}])
+    task = image_task(write("images", image=images, caption=["a cat", "a dog", "a bird"]), NAMES)
+    assert (task.queries, task.documents) == ([b"1"], ["a cat"])
+    assert task.sizes == {"num_train": 0, "num_test": 1, "num_invalid": 2}
+
+
 @pytest.mark.parametrize("kind", [pa.string(), pa.int64(), pa.null()])
 def test_pairs_without_any_label_in_their_column_are_refused(kind: pa.DataType, write: Write) -> None:
     labels = pa.array([None, None], kind)
-    with pytest.raises(DataError, match="none of the 2 rows of .*pairs can be used: texts, labels or ids"):
+    with pytest.raises(
+        DataError, match="none of the 2 rows of .*pairs can be used: texts, images, labels or ids"
+    ):
         pair_task(write("pairs", query=["q", "r"], document=["a", "b"], label=labels), None, NAMES)
 
 

@@ -49,11 +49,17 @@ class ReadStats:
         causes = ", ".join(f"{count} {cause}" for cause, count in sorted(self.invalid.items()))
         return f"{causes}; for example {'; '.join(self.examples)}"
 
-    def check(self, max_invalid_fraction: float, *, min_rows: int = 0) -> None:
-        """Raise ``DataError`` if more than this fraction of at least ``min_rows`` rows is invalid."""
-        if self.num_rows >= min_rows and self.num_invalid > max_invalid_fraction * self.num_rows:
-            raise DataError(
-                f"{self.num_invalid} of {self.num_rows} rows are invalid ({self.describe_invalid()}), "
-                f"more than the fraction {max_invalid_fraction:g} allowed; "
-                "fix the data or raise data.max_invalid_fraction"
-            )
+    def check(self, max_invalid_fraction: float | None, *, min_rows: int = 0) -> None:
+        """Raise ``DataError`` if more than this fraction of at least ``min_rows`` rows is invalid.
+
+        None allows no invalid row, where no setting would allow some.
+        """
+        if self.num_rows < min_rows or self.num_invalid <= (max_invalid_fraction or 0) * self.num_rows:
+            return
+        found = f"{self.num_invalid} of {self.num_rows} rows are invalid ({self.describe_invalid()})"
+        if max_invalid_fraction is None:
+            raise DataError(f"{found}; mend them or leave them out")
+        raise DataError(
+            f"{found}, more than the fraction {max_invalid_fraction:g} allowed; "
+            "fix the data or raise data.max_invalid_fraction"
+        )

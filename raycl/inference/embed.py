@@ -115,7 +115,7 @@ def embed_values(
     blocks = [table.slice(start, BLOCK_ROWS) for start in range(0, len(values), BLOCK_ROWS)]
     columns = ColumnNames(**{"image": None, role: role}, sample_id="sample_id")
     with counting_decoder(
-        formats_of(encoder), num_rows=len(values), title=title, max_invalid_fraction=0.0, quiet=quiet
+        formats_of(encoder), num_rows=len(values), title=title, max_invalid_fraction=None, quiet=quiet
     ) as decoder:
         if ray.is_initialized():
             decoded = decode_dataset(ray.data.from_arrow(blocks), columns, decoder)

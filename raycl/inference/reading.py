@@ -16,7 +16,7 @@ from raycl.data.codecs import Formats
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import Decoder, Keep, decode_here, decode_source, row_error
 from raycl.data.ids import IdFormat
-from raycl.data.images import ImageFormat
+from raycl.data.images import ImageFormat, InvalidImageError
 from raycl.data.in_memory import InMemoryDataset
 from raycl.data.sources import Source, find_source
 from raycl.errors import DataError
@@ -48,12 +48,12 @@ def counting_decoder(
     num_rows: int,
     title: str,
     keep: Keep | None = None,
-    max_invalid_fraction: float = 0.01,
+    max_invalid_fraction: float | None = 0.01,
     quiet: bool = False,
 ) -> Iterator[Decoder]:
     """Yield a decoder whose rows a progress line counts.
 
-    Raises ``DataError`` at the end if too many rows were invalid.
+    Raises ``DataError`` at the end if too many rows were invalid, as ``ReadStats.check`` does.
     """
     counting = start_coordinator() if ray.is_initialized() else contextlib.nullcontext(RunCoordinator())
     with counting as coordinator:
@@ -102,8 +102,8 @@ def decoded_tables(source: Source, decoder: Decoder) -> list[pa.Table]:
 class Values:
     """The values of a set by role, and labels [num_rows], -1 for a missing label.
 
-    ``num_invalid`` counts skipped rows: invalid texts (negatives included), and missing labels if the set
-    has a label column.
+    ``num_invalid`` counts skipped rows: invalid texts (negatives included), images that are missing or cannot be
+    read, and missing labels if the set has a label column.
     """
 
     by_role: dict[str, list[Any]]
@@ -119,7 +119,7 @@ class Values:
         """Keep the valid rows of ``uri`` and count the others; raises ``DataError`` if none is valid."""
         if not is_valid.any():
             raise DataError(
-                f"none of the {len(is_valid)} rows of {uri} can be used: texts, labels or ids are missing, "
+                f"none of the {len(is_valid)} rows of {uri} can be used: texts, images, labels or ids are missing, "
                 "or texts are invalid UTF-8; mend the data or name other columns with --set data.columns"
             )
         return Values(
@@ -132,8 +132,8 @@ class Values:
 def read_values(uri: str, columns: ColumnNames, *, keep_invalid: bool = False) -> Values:
     """Read the columns of a set, texts as strings.
 
-    ``keep_invalid`` keeps all rows, with None for an invalid text. Raises ``DataError`` for a missing
-    column, or if no row is valid.
+    ``keep_invalid`` keeps all rows, with None for an invalid text or an unreadable image. Raises ``DataError``
+    for a missing column, or if no row is valid.
     """
     source = find_source(uri, columns)
     by_role: dict[str, list[Any]] = {role: [] for role in source.columns.contents}
@@ -145,7 +145,7 @@ def read_values(uri: str, columns: ColumnNames, *, keep_invalid: bool = False) -
             labels.append(_integer_labels(rows.label, source.classes))
     found = Values(by_role=by_role, label=np.concatenate(labels))
     is_valid = np.ones(len(found.label), np.bool_)
-    for role in {*TEXTS, "negatives"} & by_role.keys():
+    for role in {*TEXTS, "negatives", "image"} & by_role.keys():
         is_valid &= [value is not None for value in by_role[role]]
     if source.columns.label is not None and not keep_invalid:
         is_valid &= found.label >= 0
@@ -173,7 +173,9 @@ def read_pairs(uri: str, names: ColumnNames) -> Values:
 
 
 def _valid_value(role: str, value: Any) -> Any:
-    """Return texts as strings, None for an invalid one, and other values unchanged."""
+    """Return texts as strings, None for an invalid one or an image that was not read, and other values unchanged."""
+    if role == "image":
+        return None if isinstance(value, InvalidImageError) else value
     if role == "negatives":  # the list may be empty, but an invalid text in it invalidates the row
         texts = [_valid_text(text) for text in value or ()]
         return None if None in texts else texts
