@@ -289,6 +289,16 @@ def test_data_sets_that_would_be_ignored_are_refused(tmp_path: Path) -> None:
             evaluate_retrieval(run=str(tmp_path), test="captioned", **others)
 
 
+def test_examples_leave_out_the_documents_that_a_query_ignores(tmp_path: Path, write: Write) -> None:
+    save(small_config(), tmp_path / "run")
+    test = write("test", query=["a b", "c"], document=["d", "e"])
+    train = write("train", query=["a b", "x"], document=["f", "a b"])
+    options = {"baseline": False, "examples": 2, "quiet": True}
+    found = evaluate_retrieval(run=str(tmp_path / "run"), test=test, train=train, **options)["examples"]
+    nearest = {each["query"]: sorted(near["document"] for near in each["nearest"]) for each in found}
+    assert nearest == {"a b": ["d", "e"], "c": ["a b", "d", "e", "f"]}
+
+
 def test_retrieval_of_images_needs_an_encoder_of_captions(tmp_path: Path) -> None:
     save(small_config("clip"), tmp_path / "both")
     with pytest.raises(DataError, match="there is nothing at .*captioned"):  # tried to read the data set

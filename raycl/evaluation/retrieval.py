@@ -16,7 +16,7 @@ from raycl.display import EvaluationResult
 from raycl.errors import ConfigError, DataError
 from raycl.evaluation.lexical_baselines import bm25_search, tfidf_search, tfidf_similarity
 from raycl.evaluation.metrics import average_precision, retrieval_scores
-from raycl.evaluation.search import fuse, search
+from raycl.evaluation.search import Ranking, fuse, search
 from raycl.inference.embed import embed_values
 from raycl.inference.encoder import read_encoders
 from raycl.inference.reading import Values, read_values
@@ -145,7 +145,7 @@ def _evaluate_texts(
     task: Task, encoders: list[SavedEncoder], options: dict[str, Any], *, baseline: bool, examples: int
 ) -> dict[str, Any]:
     query, document = _embed(task, encoders, options)
-    _, ranked = search(query, document, k=DEPTH, excluded=task.excluded)
+    similarities, ranked = search(query, document, k=DEPTH, excluded=task.excluded)
     result: dict[str, Any] = dict(retrieval_scores(ranked, task.relevance))
     if task.labeled is not None:
         similarity = (normalize(query)[task.labeled[:, 0]] * normalize(document)[task.labeled[:, 1]]).sum(1)
@@ -159,7 +159,7 @@ def _evaluate_texts(
         result["hybrid"] = retrieval_scores(fuse(ranked, rankings["bm25"])[:, :DEPTH], task.relevance)
         result["baseline"] = _lexical_baseline(task, rankings)
     if examples:
-        result["examples"] = _examples(task, query, document, examples)
+        result["examples"] = _examples(task, (similarities, ranked), examples)
     return result
 
 
@@ -186,11 +186,11 @@ def _lexical_baseline(task: Task, rankings: dict[str, NDArray[np.int64]]) -> dic
     return baseline
 
 
-def _examples(task: Task, query: Tensor, document: Tensor, num: int) -> list[dict[str, Any]]:
-    """Return evenly spaced queries, each with its five nearest documents and whether they match."""
+def _examples(task: Task, ranking: Ranking, num: int) -> list[dict[str, Any]]:
+    """Return evenly spaced queries, each with the first five documents of its ranking and whether they match."""
     chosen = np.linspace(0, len(task.queries) - 1, min(num, len(task.queries))).astype(np.int64)
-    similarity, ranked = search(query[chosen], document, k=5)
     matches = {(q, d) for q, d, grade in task.relevance.tolist() if grade > 0}
+    similarities, ranked = (each[chosen, :5] for each in ranking)
     return [
         {
             "query": task.queries[q],
@@ -201,9 +201,10 @@ def _examples(task: Task, query: Tensor, document: Tensor, num: int) -> list[dic
                     "document": task.documents[d],
                 }
                 for s, d in zip(row_similarity, row, strict=True)
+                if d >= 0  # the exclusions left fewer documents
             ],
         }
-        for q, row, row_similarity in zip(chosen, ranked, similarity, strict=True)
+        for q, row, row_similarity in zip(chosen, ranked, similarities, strict=True)
     ]
 
 
