@@ -165,9 +165,10 @@ def evaluate(
     ``train`` holds the labeled training rows (``knn``, ``linear``), further documents (``retrieval``) or the
     corpus of the baseline (``sts``). ``options`` depend on the measure:
 
-    - ``knn`` and ``linear``: ``columns``, ``network``, ``k``, ``temperature``, ``labels_per_class``, ``seed``,
-      ``baseline``, ``max_invalid_fraction``; see ``raycl.evaluation.classification.evaluate``.
-    - ``retrieval``: ``columns``, ``queries``, ``documents``, ``examples``, ``baseline``; see
+    - ``knn`` and ``linear``: ``columns``, ``network``, ``baseline``, ``max_invalid_fraction``; ``knn`` also ``k``
+      and ``temperature``, ``linear`` also ``labels_per_class`` and ``seed``; see
+      ``raycl.evaluation.classification.evaluate``.
+    - ``retrieval``: ``columns``, and of texts ``queries``, ``documents``, ``examples``, ``baseline``; see
       ``raycl.evaluation.retrieval.evaluate_retrieval``.
     - ``sts``: ``text``, ``baseline``; see ``raycl.evaluation.sts.evaluate_sts``.
 
@@ -183,6 +184,7 @@ def evaluate(
     check_inputs(str(run), data=[str(each) for each in sets if each is not None], gpu=gpu, address=address)
     evaluator = _evaluator(measure)
     known = inspect.signature(evaluator).parameters.keys() - common.keys() - places.keys()
+    known -= {"knn": {"labels_per_class", "seed"}, "linear": {"k", "temperature"}}.get(measure, set())
     if unknown := sorted(options.keys() - known):
         raise ConfigError(
             f"evaluate {measure} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}"

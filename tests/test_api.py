@@ -133,6 +133,18 @@ def test_evaluation_options_match_those_of_the_command(measure: Any, tmp_path: P
     assert known - {"network"} == names
 
 
+@pytest.mark.parametrize(
+    ("measure", "option"),
+    [("knn", "seed"), ("knn", "labels_per_class"), ("linear", "k"), ("linear", "temperature")],
+)
+def test_an_option_of_the_other_measure_is_refused(measure: Any, option: str, tmp_path: Path) -> None:
+    (tmp_path / "encoder.json").write_text("{}")
+    with pytest.raises(ConfigError, match=f"evaluate {measure} has no option '{option}'"):
+        raycl.evaluate(measure, run=tmp_path, test=tmp_path, train=tmp_path, **{option: 1})
+    with pytest.raises(ConfigError, match=f"unknown key {option}"):
+        command_settings(measure, [f"{option}=1"])
+
+
 def test_an_unknown_measure_and_a_missing_dataset_are_refused_before_reading() -> None:
     with pytest.raises(ConfigError, match="unknown measure 'magic'; choose knn, linear, retrieval or sts"):
         raycl.evaluate("magic", run="run", test="test")  # pyright: ignore[reportArgumentType]

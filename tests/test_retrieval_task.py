@@ -289,6 +289,12 @@ def test_data_sets_that_would_be_ignored_are_refused(tmp_path: Path) -> None:
             evaluate_retrieval(run=str(tmp_path), test="captioned", **others)
 
 
+def test_examples_of_images_are_refused(tmp_path: Path) -> None:
+    save(small_config("clip"), tmp_path)
+    with pytest.raises(ConfigError, match="examples are of texts.*; leave them out"):
+        evaluate_retrieval(run=str(tmp_path), test="captioned", examples=2)
+
+
 def test_examples_leave_out_the_documents_that_a_query_ignores(tmp_path: Path, write: Write) -> None:
     save(small_config(), tmp_path / "run")
     test = write("test", query=["a b", "c"], document=["d", "e"])

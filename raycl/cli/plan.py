@@ -213,18 +213,11 @@ def settings_of(settings: Settings) -> dict[str, Any]:
 
 
 _INVALID: dict[str, type] = {"data.max_invalid_fraction": float}
-_CLASSES = {
-    "k": int,
-    "temperature": float,
-    "labels_per_class": int,
-    "seed": int,
-    "baseline": bool,
-    **_INVALID,
-}
+_CLASSES = {"baseline": bool, **_INVALID}
 # The settings of the commands without a run's configuration. All but ``sts`` have ``data.columns`` as well.
 COMMANDS: dict[str, dict[str, type]] = {
-    "knn": _CLASSES,
-    "linear": _CLASSES,
+    "knn": {"k": int, "temperature": float, **_CLASSES},
+    "linear": {"labels_per_class": int, "seed": int, **_CLASSES},
     "retrieval": {"queries": str, "documents": str, "examples": int, "baseline": bool},
     "sts": {"text": str, "baseline": bool},
     "embed": _INVALID,

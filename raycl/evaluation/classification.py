@@ -66,6 +66,8 @@ def evaluate(
 ) -> EvaluationResult:
     """Classify ``test`` by the labels of ``train``, with the encoder of ``run``.
 
+    ``k`` and ``temperature`` are of the measure ``knn``, ``labels_per_class`` and ``seed`` of ``linear``.
+
     Returns ``measure``, ``top1``, ``num_train``, ``num_test`` and ``baseline``: the same measure on raw pixels
     of at most 32 per side, with the mean image subtracted, of a sample of large sets. Raises ``DataError``
     if a set has no labels or their classes differ, ``StorageError`` if the run has no encoder,

@@ -97,7 +97,7 @@ def evaluate_retrieval(
     ``baseline``, and of the encoder's ranking fused with BM25's as ``hybrid``. ``examples`` adds that many
     queries with their nearest documents. Raises ``DataError`` if a column is missing or nothing is relevant;
     ``ConfigError`` if only one of ``queries`` and ``documents`` is given, or ``train`` beside them, or for
-    images any set beside ``test``, or if the run has an encoder of images but none of captions.
+    images any set beside ``test`` or any ``examples``, or if the run has an encoder of images but none of captions.
     """
     names = columns or ColumnNames()
     options: dict[str, Any] = {"gpu": gpu, "address": address, "quiet": quiet, "debug": debug}
@@ -118,6 +118,8 @@ def evaluate_retrieval(
             raise ConfigError(
                 "images and captions are ranked within the set of --test alone; leave the other sets out"
             )
+        if examples:
+            raise ConfigError("examples are of texts, and the run has an encoder of images; leave them out")
         scores = _evaluate_images(image_task(test, names), encoders, options)
     else:
         if queries is not None and documents is not None:
