@@ -131,3 +131,19 @@ def test_labels_of_the_corpus_are_not_read(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["a c", "b d"], "label": ["cat", "dog"]}), tmp_path / "corpus")
     sets = {name: str(tmp_path / name) for name in ("run", "test")}
     assert evaluate_sts(**sets, train=str(tmp_path / "corpus"), quiet=True)["num_train"] == 2
+
+
+def test_a_baseline_without_shared_words_is_unknown(tmp_path: Path) -> None:
+    save(small_config("simcse"), tmp_path / "run")
+    pairs = {
+        "sentence1": ["one", "two", "three", "cat", "a dog", "bird"],
+        "sentence2": ["eins", "zwei", "drei", "cat", "dog", "fish"],
+        "score": [1, 2, 3, 3, 2, 1],
+        "dataset": ["german"] * 3 + ["english"] * 3,
+    }
+    pq.write_table(pa.table(pairs), tmp_path / "test")
+    found = evaluate_sts(run=str(tmp_path / "run"), test=str(tmp_path / "test"), quiet=True)
+    assert found["mean"] == pytest.approx(sum(found["spearman"].values()) / 2)
+    baseline = found["baseline"]["tfidf"]
+    assert baseline == {"spearman": {"german": None, "english": pytest.approx(1)}, "mean": None}
+    assert "mean" in str(found)

@@ -95,19 +95,25 @@ def spearman(similarity: Numbers, score: Numbers, name: str = "the set") -> floa
     return float(result.statistic)
 
 
-def sts_scores(similarity: Numbers, score: Numbers, dataset: Sequence[str]) -> dict[str, Any]:
+def sts_scores(
+    similarity: Numbers, score: Numbers, dataset: Sequence[str], *, may_be_equal: bool = False
+) -> dict[str, Any]:
     """Correlate all pairs of each data set at once: "all" in the tables of SimCSE (Gao et al., 2021).
 
     ``similarity`` and ``score`` are [num_pairs], ``dataset`` names each pair's data set. Subsets, such as
     the news and the forums of STS12, are not averaged. Returns ``spearman``, the correlation by data set
-    in order of appearance, and their ``mean``. Raises ``DataError`` as ``spearman`` does.
+    in order of appearance, and their ``mean``. With ``may_be_equal`` both are None for similarities of a data
+    set that are all equal. Raises ``DataError`` as ``spearman`` does.
     """
     names = np.asarray(dataset)
-    by_name = {
-        name: spearman(similarity[names == name], score[names == name], name)
-        for name in dict.fromkeys(dataset)
-    }
-    return {"spearman": by_name, "mean": float(np.mean(list(by_name.values())))}
+    by_name: dict[str, float | None] = {}
+    for name in dict.fromkeys(dataset):
+        own = names == name
+        is_equal = may_be_equal and len(np.unique(similarity[own])) < 2
+        by_name[name] = None if is_equal else spearman(similarity[own], score[own], name)
+    known = [value for value in by_name.values() if value is not None]
+    mean = float(np.mean(known)) if len(known) == len(by_name) else None
+    return {"spearman": by_name, "mean": mean}
 
 
 def _gains(relevance: NDArray[np.integer]) -> dict[str, dict[str, int]]:

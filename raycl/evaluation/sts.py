@@ -36,7 +36,8 @@ def evaluate_sts(
 
     ``test`` is a parquet file with the columns ``sentence1``, ``sentence2``, ``score`` and optionally
     ``dataset``. The ``baseline`` is the cosine of TF-IDF, with document frequencies from the column ``text``
-    of ``train``, or without it from the sentences themselves. Raises ``DataError`` for a missing column,
+    of ``train``, or without it from the sentences themselves; it is None for a data set in which no pair
+    shares a word. Raises ``DataError`` for a missing column,
     or an invalid sentence or score.
     """
     (saved,) = read_encoders(run, ["query"])
@@ -57,7 +58,8 @@ def evaluate_sts(
     result = EvaluationResult({"measure": "sts", **sts_scores(similarity, score, names)})
     result.update({"num_train": 0 if train is None else len(corpus), "num_test": len(left)})
     if baseline:
-        result["baseline"] = {"tfidf": sts_scores(tfidf_similarity(left, right, corpus), score, names)}
+        shared_words = tfidf_similarity(left, right, corpus)
+        result["baseline"] = {"tfidf": sts_scores(shared_words, score, names, may_be_equal=True)}
     return result
 
 
