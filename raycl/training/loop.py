@@ -135,8 +135,9 @@ class Trainer:
             output = self._step(views)
             runner.position = position = replace(runner.position, seconds=self._logger.clock.seconds())
             self._is_stopping = output.stop_requested
-            if collapse := self._record(output):
-                return self._handle_collapse(collapse)
+            collapse = self._record(output)
+            if collapse and self._handle_collapse(collapse):
+                return None
             if self._is_stopping or position.stage_step == runner.plan.stage.steps:
                 return None
             if self._checkpointer.is_due(position, check=output.check_requested):
@@ -200,17 +201,17 @@ class Trainer:
         views = self._last_views
         return {"data_set": views.data_set} if views and self._position.data_set_steps else {}
 
-    def _handle_collapse(self, collapse: str) -> None:
-        """Continue, roll back or raise ``CollapseError``, depending on ``monitor.on_collapse``."""
+    def _handle_collapse(self, collapse: str) -> bool:
+        """Warn, roll back or raise ``CollapseError``, depending on ``monitor.on_collapse``; return whether it rolled back."""
         monitor, position = self._config.monitor, self._position
         self._metrics["collapsed_at_step"] = position.step
         self._logger.notify(position, "collapse", collapse)
         if monitor.on_collapse == "warn":
-            return
+            return False
         if monitor.on_collapse == "rollback" and self._runner.plan.stage.has_hinge:
             if position.rollbacks < monitor.max_rollbacks:
                 self._roll_back()
-                return
+                return True
             collapse = f"{collapse}; {position.rollbacks} rollbacks did not help"
         raise CollapseError(
             f"{collapse}; the last checkpoint (step {self._checkpointer.saved_step}) is kept: lower the learning "

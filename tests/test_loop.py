@@ -1,0 +1,169 @@
+"""The loop of a worker between its steps, which are pretended: stops, collapses, checkpoints and their names."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from raycl.config import RunConfig
+from raycl.config.overrides import override
+from raycl.recipes import recipe
+from raycl.storage import Place
+from raycl.training import checkpoint, loop
+from raycl.training.stages import Position, StagePlan, stage_plans
+
+HINGE = {"stages.0.loss": "hinge", "monitor.on_collapse": "rollback"}
+
+
+@dataclass
+class Pretended:
+    """A run of two epochs of four steps: what its loop does, and what the test decides."""
+
+    config: RunConfig
+    collapses: set[int] = field(default_factory=set)
+    stop_requested: set[int] = field(default_factory=set)
+    steps: list[int] = field(default_factory=list)
+    epochs_read: list[tuple[int, int]] = field(default_factory=list)  # each with its first step
+    saved: list[str] = field(default_factory=list)
+
+
+@dataclass
+class PretendedRunner:
+    """Count steps without data and weights."""
+
+    run: Pretended
+    position: Position
+
+    def __post_init__(self) -> None:
+        self.config, self.rows, self.transform = self.run.config, None, None
+        self.mined = self.miner = self.keys = None
+        self.plans = stage_plans(self.config, num_train=[4 * self.config.stages[0].batch_size])
+        self.num_steps = sum(plan.num_steps for plan in self.plans)
+        self.state, self.epochs, self.store = MagicMock(), MagicMock(), MagicMock()
+        self.state.state_dict.return_value = self.store.state_dict.return_value = {}
+
+    @property
+    def plan(self) -> StagePlan:
+        return self.plans[self.position.stage]
+
+    def is_stage_over(self) -> bool:
+        return self.plan.is_over(steps=self.position.stage_step, epochs=self.position.stage_epoch)
+
+    def views(self) -> Iterator[Any]:
+        self.run.epochs_read.append((self.position.epoch, self.position.epoch_step))
+        for _ in range(self.position.epoch_step, 4):
+            yield MagicMock()
+
+    def step(self, views: Any, **_: Any) -> Any:
+        self.position = self.position.next_step(batch_size=self.plan.stage.batch_size)
+        self.run.steps.append(self.position.step)
+        return SimpleNamespace(
+            loss=1.0,
+            collapsed_loss=None,
+            stop_requested=self.position.step in self.run.stop_requested,
+            check_requested=False,
+            measure=dict,
+        )
+
+    def initialize_bank(self) -> None:
+        pass
+
+    def end_epoch(self) -> None:
+        self.position = self.position.next_epoch()
+
+    def end_stage(self) -> None:
+        self.position = self.position.next_stage()
+
+    def restore(self, restored: Any, position: Position) -> None:
+        self.position = position
+
+
+class PretendedMonitor:
+    """Report a collapse once at each step that the test names."""
+
+    is_healthy = True
+
+    def __init__(self, run: Pretended) -> None:
+        self._collapses = run.collapses
+
+    def update(self, *, step: int, **_: Any) -> str | None:
+        if step not in self._collapses:
+            return None
+        self._collapses.remove(step)
+        return "the embeddings are one point"
+
+    def reset(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
+Begin = Callable[..., tuple[loop.Trainer, Pretended]]
+
+
+@pytest.fixture
+def begin(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Begin:
+    """Return a function that makes the trainer of a run with these settings and facts."""
+
+    def trainer(settings: dict[str, Any] | None = None, restored: Any = None, **facts: Any) -> Any:
+        rarely = {"log_every_steps": 1, "checkpoints.interval_s": 1e9, "stages.0.epochs": 2}
+        run = Pretended(override(recipe("simclr"), rarely | (settings or {})), **facts)
+        job = MagicMock(
+            config=run.config, output=Place(str(tmp_path)), bank=None, is_evaluated=False, workers=(1, 1)
+        )
+        job.workers_at.return_value = (1, 1)
+        position = Position() if restored is None else restored.position
+        monitor, logger, chain = PretendedMonitor(run), MagicMock(), MagicMock()
+        logger.clock.seconds.return_value = 1.0
+        logger.clock.lap.return_value = (1.0, {})
+        chain.state_dict.return_value = {}
+        for name, made in {
+            "StepRunner": PretendedRunner(run, position),
+            "CollapseMonitor": monitor,
+            "MetricsLogger": logger,
+            "RunChain": chain,
+            "build_evaluator": None,
+            "build_snapshot_writer": None,
+            "save_towers": None,
+        }.items():
+            monkeypatch.setattr(loop, name, lambda *_, made=made, **__: made)
+
+        def report(metrics: dict[str, Any], *, checkpoint: Any, checkpoint_dir_name: str) -> None:
+            run.saved.append(checkpoint_dir_name)
+
+        monkeypatch.setattr("ray.train.report", report)
+        monkeypatch.setattr("ray.train.get_preemption_info", lambda: None)
+        monkeypatch.setattr(checkpoint.torch, "save", lambda state, path: None)
+        return loop.Trainer(job, restored, torch.device("cpu"), Event()), run
+
+    return trainer
+
+
+def test_a_warning_of_a_collapse_does_not_read_the_epoch_again(begin: Begin) -> None:
+    trainer, run = begin({"checkpoints.every_steps": 2}, collapses={2})
+    trainer.run()
+    assert run.steps == [*range(1, 9)]
+    assert run.epochs_read == [(0, 0), (1, 0)]
+    assert run.saved[0] == "step-00000002"
+
+
+def test_a_rollback_reads_the_epoch_again_from_the_restored_step(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, run = begin(HINGE | {"checkpoints.every_steps": 2}, collapses={3})
+    position = Position(step=2, samples=2, epoch_step=2, stage_step=2)
+    restored = SimpleNamespace(position=position, chain_state={})
+    monkeypatch.setattr(loop, "load_healthy_checkpoint", lambda: restored)
+    trainer.run()
+    assert run.steps == [1, 2, 3, *range(3, 9)]
+    assert run.epochs_read == [(0, 0), (0, 2), (1, 0)]
+    assert run.saved[2] == "step-00000002-again1"
