@@ -57,8 +57,11 @@ class MetricsLog:
         self._flush_interval_s = flush_interval_s
         lines = read_metrics(output) if resume_step is not None and self._place.exists() else []
         self._lines, self._hash = list[str](), LogHash()
+        self.failed_at = set[int]()  # of the failures in the lines that are kept
         for line in _until(lines, resume_step or 0, num_rollbacks):
             self._add(line)
+            if "failed_at" in line:
+                self.failed_at.add(line["failed_at"])
         self._flushed_at = time.monotonic()
 
     def write(self, line: Mapping[str, Any]) -> None:

@@ -189,6 +189,17 @@ def test_goodput_counts_no_step_of_a_lost_group(manual_clock: ManualClock, tmp_p
     logger = group(Position(step=10, seconds=50.0))
     logger.flush()
     assert [line["text"] for line in failures(output)] == [text]
+    # A later group that knows the failure, for a stage with other workers or restarted by Ray Train, writes no other.
+    manual_clock.move(3_600.0)
+    logger = group(Position(step=20, seconds=103.0), lost)
+    step(logger, 21, 5.0)
+    logger.flush()
+    assert [line["text"] for line in failures(output)] == [text]
+    # A group that resumes from before the line has lost it, and writes it.
+    logger = group(Position(step=9, seconds=45.0), lost)
+    step(logger, 10, 5.0)
+    logger.flush()
+    assert [line["step"] for line in failures(output)] == [9]
 
 
 def test_a_group_lost_before_its_first_step_adds_to_the_failure_before_it(

@@ -94,9 +94,9 @@ class MetricsLogger:
             self._coordinator.add_progress.remote(progress)
 
     def write_failure(self) -> None:
-        """After the first step of a group, add a line about the cost of the loss of the group before."""
+        """After the first step of a group, add a line about the cost of the loss of a group before, unless one did."""
         failure, self._failure, resumed = self._failure, None, self._position
-        if self._log is None or failure is None:
+        if self._log is None or failure is None or int(failure.time) in self._log.failed_at:
             return
         pause = max(0.0, time.time() - failure.time)
         repeated = max(0, failure.step - resumed.step)
@@ -106,7 +106,7 @@ class MetricsLogger:
             f"{lost:.1f} s lost"
         )
         # At the step of the checkpoint: a group that resumes from it later keeps the line.
-        costs = {"lost_seconds": lost, "repeated_steps": repeated}
+        costs = {"lost_seconds": lost, "repeated_steps": repeated, "failed_at": int(failure.time)}
         self.write(resumed, {"event": FAILURE, "text": text, **costs})
 
     def write_evaluation(self, position: Position, metrics: Mapping[str, float]) -> None:

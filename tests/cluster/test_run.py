@@ -193,6 +193,7 @@ def test_the_metrics_of_a_run_match_the_documentation(finished: Finished) -> Non
         "mined_random_fraction",
         "lost_seconds",
         "repeated_steps",
+        "failed_at",
     }
     assert documented_metrics() - written == of_others | {"negatives_age_mean", "negatives_age_max"}
 
