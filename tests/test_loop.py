@@ -29,7 +29,9 @@ class Pretended:
     stop_requested: set[int] = field(default_factory=set)
     steps: list[int] = field(default_factory=list)
     epochs_read: list[tuple[int, int]] = field(default_factory=list)  # each with its first step
+    is_evaluated: bool = False
     saved: list[str] = field(default_factory=list)
+    bank_snapshots: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -45,6 +47,7 @@ class PretendedRunner:
         self.plans = stage_plans(self.config, num_train=[4 * self.config.stages[0].batch_size])
         self.num_steps = sum(plan.num_steps for plan in self.plans)
         self.state, self.epochs, self.store = MagicMock(), MagicMock(), MagicMock()
+        self.store.save = lambda step: self.run.bank_snapshots.append(step)
         self.state.state_dict.return_value = self.store.state_dict.return_value = {}
 
     @property
@@ -117,9 +120,10 @@ def begin(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Begin:
     def trainer(settings: dict[str, Any] | None = None, restored: Any = None, **facts: Any) -> Any:
         rarely = {"log_every_steps": 1, "checkpoints.interval_s": 1e9, "stages.0.epochs": 2}
         run = Pretended(override(recipe("simclr"), rarely | (settings or {})), **facts)
-        job = MagicMock(
-            config=run.config, output=Place(str(tmp_path)), bank=None, is_evaluated=False, workers=(1, 1)
-        )
+        evaluator = MagicMock()
+        evaluator.measure.return_value, evaluator.baseline.return_value = {"knn_top1": 0.5}, {}
+        job = MagicMock(config=run.config, output=Place(str(tmp_path)), bank=None, workers=(1, 1))
+        job.is_evaluated = run.is_evaluated
         job.workers_at.return_value = (1, 1)
         position = Position() if restored is None else restored.position
         monitor, logger, chain = PretendedMonitor(run), MagicMock(), MagicMock()
@@ -131,7 +135,7 @@ def begin(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Begin:
             "CollapseMonitor": monitor,
             "MetricsLogger": logger,
             "RunChain": chain,
-            "build_evaluator": None,
+            "build_evaluator": evaluator if run.is_evaluated else None,
             "build_snapshot_writer": None,
             "save_towers": None,
         }.items():
@@ -167,3 +171,12 @@ def test_a_rollback_reads_the_epoch_again_from_the_restored_step(
     assert run.steps == [1, 2, 3, *range(3, 9)]
     assert run.epochs_read == [(0, 0), (0, 2), (1, 0)]
     assert run.saved[2] == "step-00000002-again1"
+    # A snapshot of step 3 may continue that of step 2, which is not replaced.
+    assert run.bank_snapshots == [0, 2, 4, 6, 8]
+
+
+def test_checkpoints_of_one_step_share_the_snapshot_of_the_bank(begin: Begin) -> None:
+    trainer, run = begin({"checkpoints.every_steps": 4}, is_evaluated=True)
+    trainer.run()
+    assert run.saved[:2] == ["step-00000004", "step-00000004-judged"]
+    assert run.bank_snapshots == [4, 8]

@@ -80,6 +80,7 @@ class Checkpointer:
         self._at_risk: frozenset[ShardAtRisk] = frozenset()  # shards of the bank whose nodes will be removed
         self.saved_step, self._saved_at = position.step, time.monotonic()
         self._checked_at = self._saved_at
+        self._bank_step = position.step or None  # of its current snapshot, which a new run does not have yet
         configured = job.config.checkpoints.interval_s
         self._interval_s = _INTERVALS_S[0] if configured is None else configured
 
@@ -103,6 +104,10 @@ class Checkpointer:
         )
         is_late = bool(all_sum(torch.tensor(late, device=self._device).long()))
         return is_due_by_step or is_late or self._is_newly_preempted()
+
+    def roll_back(self, position: Position) -> None:
+        """Continue from an earlier checkpoint of this run, which has restored the bank."""
+        self._bank_step = position.step
 
     def save(
         self,
@@ -142,8 +147,13 @@ class Checkpointer:
             self._interval_s = next_interval_s(self._interval_s, cost_s=self._saved_at - began)
 
     def _save_bank(self, position: Position, store: Store) -> None:
-        """Write the bank's snapshot before the checkpoint that needs it; move shards whose nodes will be removed."""
-        store.save(step=position.step)
+        """Write the bank's snapshot before the checkpoint that needs it; move shards whose nodes will be removed.
+
+        The rows of a step are written once: a snapshot that continues a replaced one could not be restored.
+        """
+        if position.step != self._bank_step:
+            store.save(step=position.step)
+            self._bank_step = position.step
         bank = self._job.bank
         if bank is None:
             return

@@ -239,6 +239,7 @@ class Trainer:
         self._metrics["rollbacks"] = rolled_back.rollbacks
         self._runner.restore(restored, rolled_back)
         self._chain.roll_back(rolled_back, restored.chain_state)
+        self._checkpointer.roll_back(rolled_back)
         self._monitor.reset()
         self._logger.clock.lap(self._position.samples)  # or the next lap would count negative samples
         self._save(always=True)  # or a lost worker would resume from the collapse
