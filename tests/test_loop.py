@@ -1,5 +1,6 @@
 """The loop of a worker between its steps, which are pretended: stops, collapses, checkpoints and their names."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from threading import Event
@@ -22,7 +23,7 @@ HINGE = {"stages.0.loss": "hinge", "monitor.on_collapse": "rollback"}
 
 @dataclass
 class Pretended:
-    """A run of two epochs of four steps: what its loop does, and what the test decides."""
+    """A run of two epochs of four steps: the decisions of the test, and the actions of the loop."""
 
     config: RunConfig
     collapses: set[int] = field(default_factory=set)
@@ -171,7 +172,7 @@ def test_a_rollback_reads_the_epoch_again_from_the_restored_step(
     assert run.steps == [1, 2, 3, *range(3, 9)]
     assert run.epochs_read == [(0, 0), (0, 2), (1, 0)]
     assert run.saved[2] == "step-00000002-again1"
-    # A snapshot of step 3 may continue that of step 2, which is not replaced.
+    # A snapshot of step 3 may continue that of step 2: the rollback does not replace it.
     assert run.bank_snapshots == [0, 2, 4, 6, 8]
 
 
@@ -180,3 +181,30 @@ def test_checkpoints_of_one_step_share_the_snapshot_of_the_bank(begin: Begin) ->
     trainer.run()
     assert run.saved[:2] == ["step-00000004", "step-00000004-judged"]
     assert run.bank_snapshots == [4, 8]
+
+
+def test_a_worker_holds_no_checkpoint_while_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[Any] = []
+
+    class Watched(SimpleNamespace):
+        def __init__(self, job: Any, restored: Any, *_: Any) -> None:
+            super().__init__(restored=weakref.ref(restored))
+
+        def run(self) -> None:
+            held.append(self.restored())
+
+    ray = MagicMock()
+    monkeypatch.setattr(loop, "ray", ray)
+    for name in ("prepare_process", "_keep_standbys", "send_heartbeats"):
+        monkeypatch.setattr(loop, name, MagicMock())
+    names = ("metrics", "train_state", "store_state", "mined_state", "monitor_state", "chain_state")
+    empty: Any = {name: {} for name in names}
+    monkeypatch.setattr(
+        loop, "load_checkpoint", lambda: checkpoint.Restored(position=Position(step=3), **empty)
+    )
+    monkeypatch.setattr(loop, "Trainer", Watched)
+    ray.train.get_context.return_value.get_local_world_size.return_value = 1
+    ray.get.return_value = job = MagicMock(workers=(1, 1))
+    job.workers_at.return_value = job.workers
+    loop.run_worker({"job": MagicMock()})
+    assert held == [None]

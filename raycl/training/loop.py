@@ -49,7 +49,9 @@ def run_worker(settings: dict[str, ray.ObjectRef]) -> Outcome | None:
         workers = job.workers_at(0 if restored is None else restored.position.stage)
         if workers != job.workers:
             return ResizeRequested(*workers)
-        return Trainer(job, restored, ray.train.torch.get_device(), stop_requested).run()
+        trainer = Trainer(job, restored, ray.train.torch.get_device(), stop_requested)
+        del restored  # a copy of the weights, moments and rows, which training would hold to its end
+        return trainer.run()
 
 
 def _keep_standbys(job: Job) -> None:
