@@ -5,11 +5,16 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from ray.exceptions import ObjectLostError, RayActorError, RayError, RaySystemError
 
 from raycl.storage import Place
+from raycl.training.coordinator import send_heartbeats
 from raycl.training.driver import GracefulShutdown
+from raycl.training.driver import _failure as lose_group
 
 
 @pytest.fixture(autouse=True)
@@ -42,3 +47,30 @@ def test_signals_stop_the_workers_only_during_training(
         send_sigterm()  # while the result is written
     with pytest.raises(KeyboardInterrupt):
         send_sigterm()
+
+
+ERRORS = [RayActorError(), ObjectLostError("0" * 56, None, ""), RaySystemError("no connection")]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_heartbeats_and_stops_survive_every_error_of_ray(
+    error: RayError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get(answer: object, timeout: float) -> object:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    failed = [error, error]
+    fake: Any = SimpleNamespace(get=get)
+    monkeypatch.setattr("raycl.training.coordinator.ray", fake)
+    monkeypatch.setattr("raycl.training.driver.ray", fake)
+    coordinator: Any = SimpleNamespace(
+        heartbeat=SimpleNamespace(remote=lambda: failed.pop() if failed else True)
+    )
+    with send_heartbeats(coordinator, interval_s=0.01) as stop_requested:
+        assert stop_requested.wait(10)
+    coordinator.request_stop = coordinator.progress = SimpleNamespace(remote=lambda: error)
+    assert GracefulShutdown(coordinator, Place(str(tmp_path))).request_stop() == 0.0
+    job: Any = SimpleNamespace(coordinator=coordinator, began=100.0, failure=None)
+    assert lose_group(job, "no node").time == 100.0

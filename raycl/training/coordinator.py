@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO, final
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycl.data.read_stats import ReadStats
@@ -166,7 +166,7 @@ def send_heartbeats(coordinator: Any, *, interval_s: float = _HEARTBEAT_S) -> It
     def send() -> None:
         while True:
             # Ray restarts a dead coordinator, which then answers the next heartbeat.
-            with contextlib.suppress(RayActorError, GetTimeoutError):
+            with contextlib.suppress(RayError):
                 if ray.get(coordinator.heartbeat.remote(), timeout=_ANSWER_S):
                     stop_requested.set()
             if ended.wait(interval_s):

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Self, final
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import RayError
 from ray.train import CheckpointConfig, FailureConfig, ScalingConfig
 from ray.train import RunConfig as TrainRunConfig
 
@@ -107,7 +107,7 @@ def _failure(job: Job, text: str) -> Failure:
     """Return the failure of the last group; one that made no step continues the failure before it."""
     try:
         last: dict[str, Any] = ray.get(job.coordinator.progress.remote(), timeout=_ANSWER_S)
-    except (RayActorError, GetTimeoutError):
+    except RayError:
         last = {}
     seen, earlier = last.get("time", job.began), job.failure
     if earlier is not None and seen <= earlier.time:
@@ -294,7 +294,7 @@ class GracefulShutdown:
         try:
             ray.get(self._coordinator.request_stop.remote(), timeout=_ANSWER_S)
             return float(ray.get(self._coordinator.seconds_since_heartbeat.remote(), timeout=_ANSWER_S))
-        except (RayActorError, GetTimeoutError):
+        except RayError:
             return 0.0
 
     def _restore_handlers(self) -> None:
