@@ -32,6 +32,7 @@ class Pretended:
     epochs_read: list[tuple[int, int]] = field(default_factory=list)  # each with its first step
     is_evaluated: bool = False
     saved: list[str] = field(default_factory=list)
+    scores: dict[str, float | None] = field(default_factory=dict)
     bank_snapshots: list[int] = field(default_factory=list)
 
 
@@ -144,6 +145,7 @@ def begin(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Begin:
 
         def report(metrics: dict[str, Any], *, checkpoint: Any, checkpoint_dir_name: str) -> None:
             run.saved.append(checkpoint_dir_name)
+            run.scores[checkpoint_dir_name] = metrics.get("score")
 
         monkeypatch.setattr("ray.train.report", report)
         monkeypatch.setattr("ray.train.get_preemption_info", lambda: None)
@@ -179,8 +181,31 @@ def test_a_rollback_reads_the_epoch_again_from_the_restored_step(
 def test_checkpoints_of_one_step_share_the_snapshot_of_the_bank(begin: Begin) -> None:
     trainer, run = begin({"checkpoints.every_steps": 4}, is_evaluated=True)
     trainer.run()
-    assert run.saved[:2] == ["step-00000004", "step-00000004-judged"]
+    assert run.saved[:2] == ["step-00000004", "step-00000004-evaluated"]
     assert run.bank_snapshots == [4, 8]
+
+
+@pytest.mark.parametrize("every", [4, 3])
+def test_the_last_weights_get_a_score_also_after_another_checkpoint_of_their_step(
+    begin: Begin, every: int
+) -> None:
+    trainer, run = begin({"checkpoints.every_steps": every}, is_evaluated=True)
+    trainer.run()
+    assert run.saved[-1] == "step-00000008-evaluated"
+    assert run.scores["step-00000008-evaluated"] == 0.5
+
+
+@pytest.mark.parametrize(("name", "saved"), [("", ["step-00000008-evaluated"]), ("-evaluated", [])])
+def test_a_finished_run_that_is_started_again_keeps_its_evaluated_checkpoint(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch, name: str, saved: list[str]
+) -> None:
+    position = Position(step=8, samples=8, epoch=2, stage_step=8, stage_epoch=2)
+    content: Any = {"position": vars(position), "metrics": {}, "learner": {}, "store": {}, "watch": {}}
+    monkeypatch.setattr(checkpoint, "load_state", lambda *_: content)
+    restored = checkpoint.read_checkpoint(b"", f"checkpoints/step-00000008{name}/state.pt")
+    trainer, run = begin(restored=restored, is_evaluated=True)
+    trainer.run()
+    assert run.saved == saved
 
 
 def test_a_worker_holds_no_checkpoint_while_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,9 +46,10 @@ _ORDER = ("rollbacks", "step", "stage")
 @final
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """The content of a checkpoint."""
+    """The content of a checkpoint; ``is_evaluated`` if its weights were evaluated."""
 
     position: Position
+    is_evaluated: bool = False
     metrics: Mapping[str, Any]
     train_state: dict[str, Any]
     store_state: Mapping[str, Any]
@@ -307,6 +308,7 @@ def read_checkpoint(content: bytes, name: str) -> Restored:
     state = load_state(content, name)
     return Restored(
         position=Position(**state["position"]),
+        is_evaluated=name.endswith((f"-evaluated/{STATE}", f"-judged/{STATE}")),
         metrics=state["metrics"],
         train_state=state["learner"],
         store_state=state["store"],

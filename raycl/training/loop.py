@@ -73,6 +73,9 @@ class Trainer:
         self._job, self._config, self._device = job, job.config.settled(num_workers()), device
         self._stop_requested, self._is_stopping = stop_requested, False
         self._is_new = restored is None
+        self._evaluated_step = (
+            restored.position.step if restored is not None and restored.is_evaluated else None
+        )
         self._metrics = {} if restored is None else dict(restored.metrics)
         self._last_views: Views | None = None
         self._runner = runner = StepRunner(job, restored, device)
@@ -268,9 +271,9 @@ class Trainer:
 
     def _finish(self) -> Finished | None:
         position = self._position
-        already_saved = position.step == self._checkpointer.saved_step
         evaluated = self._evaluate(with_baseline=True)
-        self._save(evaluated=evaluated and not already_saved)
+        # A finished run that is started again has a checkpoint of this name.
+        self._save(evaluated=evaluated and position.step != self._evaluated_step)
         self._chain.sum_draws()
         if rank() != 0:
             return None
