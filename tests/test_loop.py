@@ -16,6 +16,7 @@ from raycl.config.overrides import override
 from raycl.recipes import recipe
 from raycl.storage import Place
 from raycl.training import checkpoint, loop
+from raycl.training.controller import Finished, Stopped
 from raycl.training.stages import Position, StagePlan, stage_plans
 
 HINGE = {"stages.0.loss": "hinge", "monitor.on_collapse": "rollback"}
@@ -233,3 +234,16 @@ def test_a_worker_holds_no_checkpoint_while_it_trains(monkeypatch: pytest.Monkey
     job.workers_at.return_value = job.workers
     loop.run_worker({"job": MagicMock()})
     assert held == [None]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"stages.0.epochs": None, "stages.0.steps": 6}], ids=["epochs", "steps"]
+)
+def test_a_stop_in_the_last_step_is_too_late(begin: Begin, settings: dict[str, Any]) -> None:
+    last = settings.get("stages.0.steps", 8)
+    trainer, run = begin(settings, stop_requested={last})
+    assert isinstance(trainer.run(), Finished)
+    assert run.saved == [f"step-{last:08d}"]
+    trainer, run = begin(settings, stop_requested={last - 1})
+    assert trainer.run() == Stopped(last - 1)
+    assert run.saved == [f"step-{last - 1:08d}"]

@@ -1,7 +1,7 @@
 """A run as its output records it, and the conditions under which one process can repeat its steps."""
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -79,7 +79,7 @@ def read_record(run: str, *, data: Sequence[str] = ()) -> RecordedRun:
         num_rows=int(described["num_rows"]),
         streamed=bool(described.get("streamed")),
         classes=None if classes is None else tuple(classes),
-        lines=list(_last_of_each_step(lines)),
+        lines=_without_undone(lines),
         rollback_steps=tuple(line["step"] for line in lines if line.get("event") == ROLLBACK),
         result=read_result(output) if (output / "result.json").exists() else {},
     )
@@ -118,14 +118,14 @@ def check_repeatable(run: RecordedRun, trusted: Collection[str] | None = None) -
         )
 
 
-def _last_of_each_step(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the lines without those of the steps that a rollback undid."""
+def _without_undone(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the lines without those of the steps that a rollback undid."""
     kept: list[dict[str, Any]] = []
     for line in lines:
         if line.get("event") == ROLLBACK:
             kept = [each for each in kept if each["step"] <= line["step"]]
         kept.append(line)
-    yield from kept
+    return kept
 
 
 def _listed(data: object) -> list[str]:

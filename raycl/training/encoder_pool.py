@@ -8,7 +8,7 @@ import contextlib
 import time
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, final
@@ -197,7 +197,7 @@ class PoolActor:
             began = time.monotonic()
             try:
                 answer = encoder.encode.remote(version, weights, rows[0], how)
-                embeddings = await asyncio.wait_for(_result(answer), self._limit_s)
+                embeddings = await asyncio.wait_for(answer, self._limit_s)
             except (RayError, TimeoutError) as error:
                 if isinstance(error, TimeoutError):
                     self._longest_s = max(self._longest_s, time.monotonic() - began)
@@ -273,7 +273,7 @@ class PoolActor:
         """Use an encoder once it is ready."""
         late = asyncio.get_running_loop().call_later(_START_S, self._report_wait, encoder)
         try:
-            await _result(encoder.ready.remote())
+            await encoder.ready.remote()
         except RayError as error:
             await self._lose(encoder, error)
         finally:
@@ -314,10 +314,6 @@ class PoolActor:
         with contextlib.suppress(ValueError):
             self._idle.remove(encoder)
         self._launcher.stop(encoder)
-
-
-async def _result(answer: Awaitable[Any]) -> Any:
-    return await answer
 
 
 @final

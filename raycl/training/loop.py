@@ -139,7 +139,8 @@ class Trainer:
         for views in runner.views():
             output = self._step(views)
             runner.position = position = replace(runner.position, seconds=self._logger.clock.seconds())
-            self._is_stopping = output.stop_requested
+            # After the last step nothing is left to stop.
+            self._is_stopping = output.stop_requested and position.step != runner.num_steps
             collapse = self._record(output)
             if collapse and self._handle_collapse(collapse):
                 return None
