@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import OwnerDiedError, RayActorError, RayError, RayTaskError
 
 from raycl.training.encoder_pool import ActorLauncher, Encoded, PoolActor, start_pool
 
@@ -37,6 +37,8 @@ class FakeEncoder:
         await self.go.wait()
         if self.dies:
             raise RayActorError
+        if isinstance(rows, Exception):
+            raise rows
         return np.array([[self.number, weights, rows]], np.float32)
 
 
@@ -142,6 +144,24 @@ def test_the_request_of_a_dead_encoder_goes_to_another_one_and_the_dead_one_is_r
         assert launcher.running == {1, 2}
         assert await pool.num_encoders() == 2
         assert len(reports) == 1
+
+    run(check())
+
+
+OWNER_DIED = OwnerDiedError("0" * 56, None, "")
+
+
+@pytest.mark.parametrize(
+    "error", [OWNER_DIED, RayTaskError("encode", "", OWNER_DIED)], ids=["raised", "cause"]
+)
+def test_requests_of_dead_workers_cost_no_encoder(error: RayError) -> None:
+    async def check() -> None:
+        launcher, reports = FakeLauncher(), list[str]()
+        pool = await pool_of(launcher, 2, 2, report=reports.append)
+        assert [await pool.encode([error], {}) for _ in range(3)] == [None] * 3
+        assert (launcher.num_started, launcher.running, reports) == (2, {0, 1}, [])
+        requests = [asyncio.create_task(pool.encode([number], {})) for number in range(4)]
+        assert all(await asyncio.gather(*requests))
 
     run(check())
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, final
 import numpy as np
 import ray
 from numpy.typing import NDArray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ObjectLostError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycl.errors import first_line, last_line
@@ -201,15 +201,16 @@ class PoolActor:
             except (RayError, TimeoutError) as error:
                 if isinstance(error, TimeoutError):
                     self._longest_s = max(self._longest_s, time.monotonic() - began)
+                if _is_input_lost(error):
+                    await self._give_back(encoder)
+                    return None
                 await self._lose(encoder, error)
                 continue
             finally:
                 self._busy_s += time.monotonic() - began
             self._longest_s = max(self._longest_s / 2, time.monotonic() - began)
             self._failures = 0
-            if encoder in self._ready:
-                self._idle.append(encoder)
-                await self._notify()
+            await self._give_back(encoder)
             return Encoded(embeddings, step, len(self._ready))
         return None
 
@@ -218,6 +219,11 @@ class PoolActor:
         async with self._changed:
             await self._changed.wait_for(lambda: self._idle or not self._ready or self._published is None)
             return self._idle.popleft() if self._idle and self._published is not None else None
+
+    async def _give_back(self, encoder: Any) -> None:
+        if encoder in self._ready:
+            self._idle.append(encoder)
+            await self._notify()
 
     async def _notify(self) -> None:
         async with self._changed:
@@ -314,6 +320,12 @@ class PoolActor:
         with contextlib.suppress(ValueError):
             self._idle.remove(encoder)
         self._launcher.stop(encoder)
+
+
+def _is_input_lost(error: Exception) -> bool:
+    """Whether rows or weights are lost, as those of a worker that has died: the encoder has not failed."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    return isinstance(cause, ObjectLostError)
 
 
 @final
