@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pyarrow as pa
@@ -457,7 +458,11 @@ def test_the_command_prints_a_table_and_writes_json_and_a_page(run: Path, tmp_pa
 @pytest.mark.parametrize(
     ("settings", "method", "says"),
     [
-        ({"bank.location": "actor"}, "instance_discrimination", "actors hold its memory_bank"),
+        (
+            {"bank.location": "actor", "stages.0.loss": "info_nce"},
+            "instance_discrimination",
+            "actors hold its memory_bank",
+        ),
         ({"momentum_encoder.location": "actors"}, "moco_v2", "a pool of actors encoded its keys"),
         ({"negatives.mined.num": 2}, "two_tower", "mined during training"),
     ],
@@ -470,6 +475,45 @@ def test_runs_that_one_process_cannot_repeat_are_refused(
     (changed / "config.yaml").write_text(raycl.config_to_yaml(config))
     with pytest.raises(ConfigError, match=f"cannot be replayed: .*{says}"):
         raycl.replay(changed, step=1)
+
+
+def began(folder: Path, method: str, **settings: Any) -> Path:
+    """Write the settings and the description of the data of a run that has made no step."""
+    config = raycl.override(raycl.recipe(method), settings)
+    (folder / "config.yaml").write_text(raycl.config_to_yaml(config))
+    (folder / "data.json").write_text(json.dumps({"data": "images", "num_rows": 700}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("settings", "method", "says"),
+    [
+        ({}, "dcl", "the losses nt_xent, info_nce and clip, and the run has dcl"),
+        ({}, "moco_v3", "one pair of views of a sample, and the run compares several"),
+        ({"augment.views": [{"count": 3}]}, "simclr", "one pair of views of a sample"),
+    ],
+)
+def test_a_run_without_a_step_to_explain_is_refused_before_its_rows_are_read(
+    settings: dict[str, Any], method: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading = MagicMock(side_effect=AssertionError("reads the rows"))
+    monkeypatch.setattr("raycl.step_replay.step.read_rows", reading)
+    with pytest.raises(ConfigError, match=f"replay explains .*{says}"):
+        raycl.replay(began(tmp_path, method, **settings), step=1)
+
+
+def test_a_step_with_another_loss_is_refused_before_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(views: Any, watch: Callable[[Objective], Objective]) -> None:
+        watch(Dcl(temperature=TEMPERATURE))
+        raise AssertionError("makes the step")
+
+    before = MagicMock(runner=MagicMock(step=step))
+    monkeypatch.setattr("raycl.step_replay.step.read_rows", lambda _: None)
+    monkeypatch.setattr("raycl.step_replay.step.train_until", lambda *_: before)
+    with pytest.raises(ConfigError, match="and the step has Dcl"):
+        raycl.replay(began(tmp_path, "simclr"), step=1)
 
 
 def test_streamed_runs_and_ray_datasets_are_refused(run: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
+from raycl.config import RunConfig
 from raycl.errors import ConfigError
 from raycl.losses.clip import Clip
 from raycl.losses.example_ids import ExampleIds
@@ -22,6 +23,7 @@ from raycl.losses.nt_xent import NtXent
 from raycl.losses.objective import Objective, StoreBatch
 from raycl.losses.tiled import spans
 
+_LOSSES = {"nt_xent", "info_nce", "clip"}
 _BLOCK_ROWS = 128  # queries whose logits are held at a time
 Place = Literal["batch", "explicit", "stored"]
 
@@ -122,6 +124,19 @@ class SideWeights:
     top: Tensor
     top_similarity: Tensor
     top_weight: Tensor
+
+
+def check_config(config: RunConfig) -> None:
+    """Raise ``ConfigError`` if no step of a run with these settings can be explained."""
+    losses = {stage.loss for stage in config.stages}
+    if config.monitor.on_collapse == "rollback":
+        losses |= {config.without_hinge(stage).loss for stage in config.stages}
+    if not losses & _LOSSES:
+        raise ConfigError(
+            f"replay explains the losses nt_xent, info_nce and clip, and the run has {', '.join(sorted(losses))}"
+        )
+    if not config.has_two_towers and (config.has_prediction_head or config.num_views > 2):
+        raise ConfigError("replay explains one pair of views of a sample, and the run compares several")
 
 
 def check_loss(objective: Objective) -> None:

@@ -13,7 +13,14 @@ from raycl.step_replay.record import RecordedRun, read_record
 from raycl.step_replay.restore import BeforeStep, train_until
 from raycl.step_replay.rows import read_rows
 from raycl.step_replay.samples import Shown, StepSamples
-from raycl.step_replay.softmax import Candidate, SideWeights, WatchedObjective, explain
+from raycl.step_replay.softmax import (
+    Candidate,
+    SideWeights,
+    WatchedObjective,
+    check_config,
+    check_loss,
+    explain,
+)
 from raycl.storage import Place
 from raycl.training.process import prepared_process
 
@@ -159,10 +166,12 @@ def replay(
     if top < 1:
         raise ConfigError(f"--top must be at least 1, got {top}")
     record = read_record(run, data=data)
+    check_config(record.config)
     rows = read_rows(record)
     watched: list[WatchedObjective] = []
 
     def watch(objective: Any) -> WatchedObjective:
+        check_loss(objective)
         watched.append(WatchedObjective(objective))
         return watched[0]
 
