@@ -426,11 +426,11 @@ BOTH = {"gathered_query": ROWS, "gathered_key": ROWS}
         ({"gathered_query": ROWS}, "only one side is gathered: gathered_key is None; gather both"),
         (
             BOTH | {"gathered_key": torch.cat([ROWS, ROWS])},
-            "gathered_query and gathered_key must be [batch, dim] of the same shape, got [4, 4] and [8, 4]",
+            "gathered_query and gathered_key must be [batch, 4] of one batch, got [4, 4] and [8, 4]",
         ),
         (
             {"gathered_query": ROWS[:, :2], "gathered_key": ROWS[:, :2]},
-            "got [4, 2] and [4, 2] for rows of [4, 4]; gather the rows",
+            "must be [batch, 4] of one batch, got [4, 2] and [4, 2]; gather the rows",
         ),
         (BOTH | {"offset": 1}, "offset 1 with 4 rows for 4 gathered rows"),
         ({"negatives": ROWS[:, :2]}, "the negatives must be [rows, dim] with the dim of the queries"),

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raycl.errors import ConfigError
-from raycl.losses import clip, hinge, info_nce, nt_xent, tiled
+from raycl.losses import clip, hinge, info_nce, nt_xent, siglip, tiled
 from tests.embeddings import make_rows, make_views
 from tests.gradients import assert_close, assert_zero, leaves, tolerance_at, value_and_gradients, wanting
 from tests.plain_losses import WAYS, plain_bidirectional, plain_hinge, plain_info_nce, plain_nt_xent
@@ -331,6 +331,33 @@ def test_distinct_ids_need_no_mask(loss: Loss) -> None:
 
 
 # Refusals
+
+
+@pytest.mark.parametrize(
+    ("loss", "names"),
+    [
+        (partial(nt_xent, temperature=0.1), ("gathered_a", "gathered_b")),
+        (partial(info_nce, temperature=0.1), ("gathered_key",)),
+        (partial(clip, temperature=0.1), ("gathered_query", "gathered_key")),
+        (partial(hinge, margin=0.2), ("gathered_query", "gathered_key")),
+        (partial(siglip, temperature=0.1, bias=-10.0), ("gathered_key",)),
+    ],
+    ids=name_of,
+)
+def test_gathered_rows_without_gradient_are_refused_if_one_is_required(
+    loss: Loss, names: tuple[str, ...]
+) -> None:
+    own = leaves(*make_views(8, 3))
+    everyone = dict(zip(names, own[-len(names) :], strict=True))
+    for name, rows in everyone.items():
+        lost = everyone | {name: rows.detach()}
+        with pytest.raises(ConfigError, match=f"{name} passes no gradient on to this worker's rows, which"):
+            loss(*own, **lost)
+        with torch.no_grad():
+            assert loss(*own, **lost).isfinite()
+        # Keys of a momentum encoder require no gradient.
+        loss(*(each.detach() if each is rows else each for each in own), **lost).backward()
+
 
 ROWS = torch.eye(4)
 IDS = torch.arange(4)

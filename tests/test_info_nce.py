@@ -281,7 +281,7 @@ IDS = torch.arange(4)
             {"negatives": ROWS[:, :2]},
             "the negatives must be [rows, dim] with the dim of the queries, got [4, 2]",
         ),
-        ({"gathered_key": ROWS[0]}, "the gathered keys must be [rows, dim]"),
+        ({"gathered_key": ROWS[0]}, "gathered_key must be [batch, 4] of one batch, got [4]; gather"),
         ({"gathered_key": ROWS, "offset": 1}, "offset 1 with 4 rows for 4 gathered rows"),
         ({"gathered_key": ROWS, "sample_id": IDS}, "gathered_sample_id is None; pass both or neither"),
         ({"sample_id": IDS, "key_id": IDS}, "two kinds of ids: got sample_id with key_id; pass sample_id"),

@@ -186,8 +186,14 @@ ROWS = torch.eye(4)
         ({"view_a": ROWS[:0], "view_b": ROWS[:0]}, "got [0, 4] and [0, 4]; pass"),
         ({"sample_id": torch.arange(5)}, "got [5] ids for 4 rows; pass one id per row"),
         ({"gathered_a": ROWS}, "gathered_b is None; gather both or neither"),
-        ({"gathered_a": ROWS, "gathered_b": ROWS[:2]}, "got [4, 4] and [2, 4] for"),
-        ({"gathered_a": ROWS[:, :2], "gathered_b": ROWS[:, :2]}, "for rows of [4, 4]; gather"),
+        (
+            {"gathered_a": ROWS, "gathered_b": ROWS[:2]},
+            "must be [batch, 4] of one batch, got [4, 4] and [2, 4]; gather",
+        ),
+        (
+            {"gathered_a": ROWS[:, :2], "gathered_b": ROWS[:, :2]},
+            "must be [batch, 4] of one batch, got [4, 2] and [4, 2]",
+        ),
         ({"gathered_a": ROWS, "gathered_b": ROWS, "offset": 1}, "offset 1 with 4 rows for 4"),
         ({"gathered_a": ROWS, "gathered_b": ROWS, "offset": -1}, "offset -1 with 4 rows"),
         (

@@ -145,7 +145,10 @@ def test_equal_embeddings_have_the_collapsed_loss(mean: str) -> None:
         ({"sample_id": torch.arange(3)}, "sample_id does not match its rows: got .3. ids for 4 rows"),
         ({"offset": 2}, "got offset 2 with 4 rows for 4 gathered rows"),
         ({"gathered_views": [torch.eye(4)]}, "got 1 gathered_views for 3 views; gather each of them"),
-        ({"gathered_views": [torch.eye(4)] * 2 + [torch.eye(5)]}, "the gathered views must be"),
+        (
+            {"gathered_views": [torch.eye(4)] * 2 + [torch.eye(5)]},
+            "gathered_views.0. and gathered_views.1. and gathered_views.2. must be",
+        ),
         ({"gathered_sample_id": torch.arange(4)}, "gathered_sample_id requires gathered_views"),
         (
             {"gathered_views": [torch.eye(4)] * 3, "sample_id": torch.arange(4)},

@@ -161,7 +161,7 @@ def test_samples_without_labels_are_refused() -> None:
         ({"label": torch.arange(3)}, "label does not match its rows: got .3. ids for 4 rows"),
         ({"offset": 2}, "got offset 2 with 4 rows for 4 gathered rows"),
         ({"gathered_label": torch.arange(8)}, "gathered_label requires gathered_a"),
-        ({"gathered_a": torch.eye(4)}, "only one view is gathered: gathered_b is None"),
+        ({"gathered_a": torch.eye(4)}, "only one side is gathered: gathered_b is None"),
         ({"gathered_a": torch.eye(4), "gathered_b": torch.eye(4)}, "gathered_label is None; pass both"),
     ],
 )

@@ -93,20 +93,32 @@ def checked_ids(
     return row_ids, column_ids
 
 
-def check_passes_gradient(name: str, own: Tensor, gathered: Tensor) -> None:
-    """Raise if this worker's rows require a gradient, but the gathered rows do not propagate it."""
-    if torch.is_grad_enabled() and own.requires_grad and not gathered.requires_grad:
+def checked_gathered(**sides: tuple[Tensor, Tensor | None]) -> list[Tensor]:
+    """Return the rows of all workers for each side; this worker's rows if no side is gathered.
+
+    ``sides`` are this worker's rows and the gathered ones, by the name of their argument. Raises unless the
+    gathered rows have one shape and pass the gradient on to this worker's rows.
+    """
+    given = {name: gathered for name, (_, gathered) in sides.items() if gathered is not None}
+    if not given:
+        return [own for own, _ in sides.values()]
+    if len(given) < len(sides):
+        missing = next(name for name in sides if name not in given)
+        raise ConfigError(f"only one side is gathered: {missing} is None; gather both or neither")
+    dim, shapes = next(iter(sides.values()))[0].shape[1:], [each.shape for each in given.values()]
+    if any(shape != shapes[0] or shape[1:] != dim for shape in shapes):
+        found = " and ".join(str(list(shape)) for shape in shapes)
         raise ConfigError(
-            f"{name} would get no gradient: it requires one, but gathered_{name}, which replaces it, "
-            "does not; gather with raycl.distributed.gather"
+            f"{' and '.join(given)} must be [batch, {dim[0]}] of one batch, got {found}; "
+            "gather the rows of every worker"
         )
-
-
-def check_gathered(name: str, own: Tensor, gathered: Tensor) -> Tensor:
-    """Return the gathered rows; raise unless they have the right dim and propagate the gradient."""
-    check_columns(f"the rows of gathered_{name}", gathered, own)
-    check_passes_gradient(name, own, gathered)
-    return gathered
+    for name, (own, _) in sides.items():
+        if torch.is_grad_enabled() and own.requires_grad and not given[name].requires_grad:
+            raise ConfigError(
+                f"{name} passes no gradient on to this worker's rows, which require one; "
+                "gather with raycl.distributed.gather"
+            )
+    return list(given.values())
 
 
 def checked_pair_ids(

@@ -14,9 +14,9 @@ from raycl.errors import ConfigError
 from raycl.loss_specs import LossSettings
 from raycl.losses.checks import (
     check_columns,
-    check_gathered,
     check_offset,
     check_pair,
+    checked_gathered,
     checked_pair_ids,
     checked_temperature,
     checked_weight,
@@ -128,7 +128,7 @@ def clip(
         raise ConfigError(
             "refines_logq counts negatives, and a guide masks some of them; pass one of the two"
         )
-    queries, keys = _checked_batch(query, key, gathered_query, gathered_key)
+    queries, keys = checked_gathered(gathered_query=(query, gathered_query), gathered_key=(key, gathered_key))
     check_offset(offset, len(query), len(keys))
     others = query.new_empty(0, query.shape[1]) if negatives is None else negatives
     check_columns("the negatives", others, query)
@@ -271,24 +271,6 @@ def _evaluate(
             at_rows[own] += at_own
     # Every logit belongs to a query, so the gradient of the queries gives the gradient of the temperature.
     return loss / 2, scaled_gradients(queries, tuple(gradients), temperature, 2 * (own.stop - own.start))
-
-
-def _checked_batch(
-    query: Tensor, key: Tensor, gathered_query: Tensor | None, gathered_key: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return the pairs of all workers; raise unless they propagate the gradient to this worker's rows."""
-    if gathered_query is None and gathered_key is None:
-        return query, key
-    if gathered_query is None or gathered_key is None:
-        missing = "gathered_query" if gathered_query is None else "gathered_key"
-        raise ConfigError(f"only one side is gathered: {missing} is None; gather both or neither")
-    if gathered_query.shape != gathered_key.shape or gathered_key.shape[1:] != key.shape[1:]:
-        raise ConfigError(
-            "gathered_query and gathered_key must be [batch, dim] of the same shape, got "
-            f"{list(gathered_query.shape)} and {list(gathered_key.shape)} for rows of {list(key.shape)}; "
-            "gather the rows of every worker for both"
-        )
-    return check_gathered("query", query, gathered_query), check_gathered("key", key, gathered_key)
 
 
 @final

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from raycl.errors import ConfigError
 from raycl.loss_specs import LossSettings
-from raycl.losses.checks import check_columns, check_gathered, check_offset, check_pair, checked_pair_ids
+from raycl.losses.checks import check_columns, check_offset, check_pair, checked_gathered, checked_pair_ids
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.false_negatives import FalseNegativeMask, key_mask, query_mask
 from raycl.losses.nce import add_proximal_term
@@ -164,8 +164,8 @@ def _checked_batch(
     *,
     in_batch: bool,
     bidirectional: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return the queries and keys to compare; raise if gathered rows are unused or form no pairs."""
+) -> list[Tensor]:
+    """Return the queries and keys to compare; raise if gathered rows are unused or do not match."""
     for name, rows, is_used in (
         ("gathered_query", gathered_query, bidirectional),
         ("gathered_key", gathered_key, in_batch),
@@ -175,20 +175,9 @@ def _checked_batch(
                 f"the gathered rows are unused: got {name} {list(rows.shape)} with "
                 f"{in_batch=} and {bidirectional=}; remove {name}"
             )
-    if bidirectional and (gathered_query is None) != (gathered_key is None):
-        missing = "gathered_query" if gathered_query is None else "gathered_key"
-        raise ConfigError(
-            f"only one side is gathered: {missing} is None while bidirectional is True; "
-            "gather both or neither, or pass bidirectional=False"
-        )
-    queries = query if gathered_query is None else check_gathered("query", query, gathered_query)
-    keys = key if gathered_key is None else check_gathered("key", key, gathered_key)
-    if bidirectional and len(queries) != len(keys):
-        raise ConfigError(
-            f"the gathered rows do not form pairs: got {len(queries)} queries and {len(keys)} keys; "
-            "gather the rows of every worker for both"
-        )
-    return queries, keys
+    if bidirectional:
+        return checked_gathered(gathered_query=(query, gathered_query), gathered_key=(key, gathered_key))
+    return [query, *checked_gathered(gathered_key=(key, gathered_key))]
 
 
 class _Pairs(NamedTuple):

@@ -15,6 +15,7 @@ from raycl.losses.checks import (
     check_columns,
     check_offset,
     check_pair,
+    checked_gathered,
     checked_pair_ids,
     checked_temperature,
     checked_weight,
@@ -267,8 +268,7 @@ def _checked_columns(
             f"the gathered keys are unused: got gathered_key {list(gathered_key.shape)} with in_batch=False; "
             "remove gathered_key"
         )
-    columns = key if gathered_key is None else gathered_key
-    check_columns("the gathered keys", columns, query)
+    (columns,) = checked_gathered(gathered_key=(key, gathered_key))
     if in_batch:
         check_offset(offset, len(query), len(columns))
     return columns

@@ -66,11 +66,11 @@ def poly_view(
         raise ConfigError(
             f"got {len(gathered_views)} gathered_views for {len(views)} views; gather each of them"
         )
-    gathered = {"gathered_views": None} if gathered_views is None else dict(enumerate(gathered_views))
+    gathered = [None] * len(views) if gathered_views is None else gathered_views
     return PolyView(temperature=temperature, mean=mean, num_views=len(views)).checked_loss(
         views,
         sample_id,
-        {str(name): each for name, each in gathered.items()},
+        {f"gathered_views[{number}]": each for number, each in enumerate(gathered)},
         gathered_sample_id,
         offset,
         weight,

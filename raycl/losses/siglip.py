@@ -16,9 +16,9 @@ from raycl.distributed import (
 )
 from raycl.loss_specs import LossSettings
 from raycl.losses.checks import (
-    check_gathered,
     check_offset,
     check_pair,
+    checked_gathered,
     checked_pair_ids,
     checked_temperature,
     checked_weight,
@@ -84,7 +84,7 @@ def siglip(
         ConfigError: Shapes or arguments do not match, or the temperature is not above 0.
     """
     check_pair("query and key", query, key)
-    columns = key if gathered_key is None else check_gathered("key", key, gathered_key)
+    (columns,) = checked_gathered(gathered_key=(key, gathered_key))
     check_offset(offset, len(query), len(columns))
     own = slice(offset, offset + len(query))
     ids = checked_pair_ids(

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from raycl.distributed import exceeds_gather_limit, gather, gather_detached, num_workers, rank
-from raycl.errors import ConfigError
 from raycl.loss_specs import LossSettings
 from raycl.losses.checks import (
     check_companion,
     check_offset,
     check_pair,
     check_sample_id,
+    checked_gathered,
     checked_ids,
     checked_temperature,
     checked_weight,
@@ -144,24 +144,6 @@ def check_views(views: Sequence[Tensor], id_name: str, ids: Tensor | None) -> No
     for view in views[1:]:
         check_pair("the two views" if len(views) == 2 else "all views", views[0], view)
     check_sample_id(ids, views[0], id_name)
-
-
-def _check_gathered(
-    views: Sequence[Tensor], gathered: Mapping[str, Tensor | None], offset: int
-) -> list[Tensor]:
-    """Return the views of all workers; raise unless they match this worker's."""
-    given = [each for each in gathered.values() if each is not None]
-    if len(given) < len(gathered):
-        missing = next(name for name, each in gathered.items() if each is None)
-        raise ConfigError(f"only one view is gathered: {missing} is None; gather both or neither")
-    shapes = [list(each.shape) for each in given]
-    if any(each != shapes[0] for each in shapes) or shapes[0][1:] != list(views[0].shape[1:]):
-        raise ConfigError(
-            f"the gathered views must be [batch, dim] of the same shape, got {' and '.join(map(str, shapes))} "
-            f"for rows of {list(views[0].shape)}; gather the rows of every worker for both"
-        )
-    check_offset(offset, len(views[0]), len(given[0]))
-    return given
 
 
 def softmax_of_views(
@@ -356,7 +338,9 @@ class ViewsObjective(ABC):
             check_companion(name, gathered_ids, next(iter(gathered)), None)
             check_offset(offset, len(views[0]), len(views[0]))
             return self.loss(views, ids, None, weight)
-        given = _check_gathered(views, gathered, offset)
+        sides = zip(views, gathered.values(), strict=True)
+        given = checked_gathered(**dict(zip(gathered, sides, strict=True)))
+        check_offset(offset, len(views[0]), len(given[0]))
         matched = checked_ids((self.id_name, ids), (name, gathered_ids), len(given[0]))
         everyone = Everyone(given, None if matched is None else matched[1], offset)
         return self.loss(views, ids, everyone, weight)
