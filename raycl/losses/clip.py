@@ -192,7 +192,7 @@ def _evaluate_local(
     batch = len(queries)
     cuts = list(spans(0, batch, BLOCK_ROWS)), list(spans(0, batch, 2 * tile_size(keys)))
     mask = query_mask(pair_ids, slice(0, batch), None, cuts[0], in_batch=True)
-    bound = read_bound(queries, longest(keys, queries.dtype), temperature, mask)
+    bound, _ = read_bound(queries, longest(keys, queries.dtype), temperature, mask)
     scale = LOG2_E / temperature
     mutual = MutualSoftmax(queries, keys, scale=scale, bound=bound, diagonals=(0,), spans=cuts, mask=mask)
     positive = (queries * scale * keys).sum(1)
@@ -242,7 +242,7 @@ def _evaluate(
         to_keys, to_queries = guide.mask(to_keys, own), guide.swapped().mask(to_queries, own)
     length = torch.stack([longest(each, queries.dtype) for each in (keys, negatives)]).amax()
     spread = 0.0 if biases is None else -torch.cat(biases).amin()
-    bound = read_bound(queries, length, temperature, to_keys, to_queries, spread=spread)
+    bound, _ = read_bound(queries, length, temperature, to_keys, to_queries, spread=spread)
     gradients = gradient_buffers(
         queries, keys, negatives, temperature=temperature, with_gradient=with_gradient
     )

@@ -229,7 +229,7 @@ def evaluate_info_nce(
     if guide is not None:
         mask = guide.mask(mask, own, in_batch=in_batch)
     length = torch.maximum(*(longest(each, rows.dtype) for each in (columns, negatives)))
-    bound = read_bound(rows, length, temperature, mask)
+    bound, _ = read_bound(rows, length, temperature, mask)
     gradients = gradient_buffers(
         rows, columns, negatives, temperature=temperature, with_gradient=with_gradient
     )

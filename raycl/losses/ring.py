@@ -36,7 +36,7 @@ from raycl.losses.tiled import (
     gradient_buffers,
     longest,
     product,
-    read_bound_and,
+    read_bound,
     zero_denormals,
 )
 
@@ -79,7 +79,7 @@ def evaluate_ring(
     distinct = masks if to_rows is not to_columns else (to_columns,)
     of_columns, of_negatives = biases or (None, None)
     spread = 0.0 if biases is None else -torch.cat(biases).amin()
-    bound, needs_second_round = read_bound_and(
+    bound, needs_second_round = read_bound(
         rows, agreed[0], temperature, *distinct, spread=spread, flag=agreed[1]
     )
     of_worker = [None] * num_workers() if of_columns is None else of_columns.split(len(columns))

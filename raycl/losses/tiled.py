@@ -94,25 +94,15 @@ def read_bound(
     temperature: Tensor,
     *masks: Mask | None,
     spread: float | Tensor = 0.0,
-) -> Tensor | None:
+    flag: Tensor | None = None,
+) -> tuple[Tensor | None, bool]:
     """Return a bound of |logit| in base 2 (Cauchy-Schwarz), or None if it is too large for a safe shift.
 
     A shift known before the logits saves a pass over them. At a low temperature rows would underflow,
     so the shift must follow the logits. ``spread`` is the largest reduction of a logit by a bias.
-    This is the only device read of a softmax loss; it also checks the temperature and reads mask sizes.
+    This is the only device read of a softmax loss; it also checks the temperature, reads mask sizes, and
+    returns whether ``flag``, a scalar on the device, is set.
     """
-    return read_bound_and(rows, longest_column, temperature, *masks, spread=spread)[0]
-
-
-def read_bound_and(
-    rows: Tensor,
-    longest_column: Tensor,
-    temperature: Tensor,
-    *masks: Mask | None,
-    spread: float | Tensor = 0.0,
-    flag: Tensor | None = None,
-) -> tuple[Tensor | None, bool]:
-    """Return the bound of :func:`read_bound` and a flag on the device, in one transfer."""
     bound = longest_column * longest(rows, rows.dtype) * (LOG2_E / temperature)
     flags = [] if flag is None else [flag]
     value, span, *is_set = read_scalars(temperature, 2 * bound + spread, *flags, masks=masks)

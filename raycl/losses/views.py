@@ -201,7 +201,7 @@ class _Comparison:
         cuts = list(spans(0, len(rows), tile_size(rows)))
         groups = self.layout.groups(exclude_samples=positives.exclude_samples)
         mask = self._mask(cuts)
-        bound = read_bound(rows, longest(rows, rows.dtype), temperature, mask)
+        bound, _ = read_bound(rows, longest(rows, rows.dtype), temperature, mask)
         scale = LOG2_E / temperature
         mutual = MutualSoftmax(
             rows,
@@ -228,7 +228,7 @@ class _Comparison:
         positives = self.positives(rows, columns, self.layout)
         groups = self.layout.groups(exclude_samples=positives.exclude_samples)
         mask = self._mask(row_blocks(groups))
-        bound = read_bound(rows, longest(columns, rows.dtype), temperature, mask)
+        bound, _ = read_bound(rows, longest(columns, rows.dtype), temperature, mask)
         scale = LOG2_E / temperature
         at_rows, at_columns = gradient_buffers(
             rows, columns, temperature=temperature, with_gradient=with_gradient
