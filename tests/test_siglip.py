@@ -39,7 +39,7 @@ def test_any_sizes_and_ids_equal_the_plain_formula(
     inputs = make_inputs(total, temperature=temperature, bias=bias)
     pair_ids = None if num_ids is None else make_pair_ids(total, 0, num_ids)[0]
     ids = {} if pair_ids is None else named_ids(pair_ids, own)
-    with tiny_tiles_in("siglip"):
+    with tiny_tiles_in("siglip", "softmax"):
         ours = siglip(
             inputs[0][own],
             inputs[1][own],
@@ -68,7 +68,7 @@ def test_memory_holds_only_one_tile_and_products_without_gradients_are_skipped()
         siglip(query, key, temperature=0.1, bias=-10.0).backward()
     assert 0 < recorder.largest <= 256 * 1024
     small = make_views(5, 4)
-    assert count_products(lambda: siglip(*small, temperature=0.1, bias=0.0), "siglip") == 1
+    assert count_products(lambda: siglip(*small, temperature=0.1, bias=0.0), "siglip", "softmax") == 1
 
 
 @pytest.mark.parametrize(

@@ -24,20 +24,19 @@ from raycl.losses.checks import (
     checked_weight,
 )
 from raycl.losses.example_ids import ExampleIds
-from raycl.losses.false_negatives import FalseNegativeMask, key_mask, query_mask
+from raycl.losses.false_negatives import key_mask, query_mask
 from raycl.losses.objective import StoreBatch, gathered
+from raycl.losses.softmax import ColumnBlock
 from raycl.losses.tiled import (
     BLOCK_ROWS,
     Gradients,
     check_temperature,
     fused,
     gradient_buffers,
-    mask_diagonals,
     product,
     read_scalars,
     scaled_gradients,
     spans,
-    tile_size,
     working_precision,
 )
 
@@ -156,7 +155,6 @@ def _evaluate(
     mask = query_mask(pair_ids, own, None, blocks, in_batch=True)
     back = key_mask(pair_ids, own, blocks) if by_ring else None
     check_temperature(*read_scalars(temperature, masks=(mask, back)))
-    wants_rows = rows.requires_grad or temperature.requires_grad
     at_rows, at_columns = gradient_buffers(
         rows, columns, temperature=temperature, with_gradient=with_gradient
     )
@@ -170,27 +168,21 @@ def _evaluate(
         sums = [loss, at_bias]
 
         def visit(worker: int, keys: Tensor, queries: Tensor, theirs: Tensor) -> None:
-            place = {"first": worker * len(rows), "diagonal": 0 if worker == rank() else None}
-            found = negatives(rows, keys, mask=mask, weight=weight, gradients=(at_rows, None), **place)
+            first, diagonals = worker * len(rows), (0,) if worker == rank() else ()
+            candidates = ColumnBlock(keys, mask=mask, first=first)
+            found = negatives(rows, candidates, diagonals, weight=weight, gradient=at_rows)
             sums[0], sums[1] = sums[0] + found[0], sums[1] + found[1]
             if at_columns is not None:
-                gradients = at_columns, None
-                negatives(columns, queries, mask=back, column_weight=theirs, gradients=gradients, **place)
+                candidates = ColumnBlock(queries, mask=back, first=first)
+                negatives(columns, candidates, diagonals, column_weight=theirs, gradient=at_columns)
 
         visit_all(visit, columns, rows, weight)
         loss, at_bias = sums
     else:
-        found = negatives(
-            rows,
-            columns,
-            mask=mask,
-            first=0,
-            diagonal=own.start,
-            weight=weight,
-            gradients=(at_rows, at_columns),
-        )
+        candidates = ColumnBlock(columns, mask=mask, gradient=at_columns)
+        found = negatives(rows, candidates, (own.start,), weight=weight, gradient=at_rows)
         loss, at_bias = loss + found[0], at_bias + found[1]
-    if at_rows is not None and wants_rows:
+    if at_rows is not None:
         at_rows += at_positive[:, None] * columns[match]
     if at_columns is not None:
         at_columns[match] += at_positive[:, None] * rows
@@ -200,43 +192,37 @@ def _evaluate(
 
 def _add_negatives(
     rows: Tensor,
-    columns: Tensor,
+    candidates: ColumnBlock,
+    diagonals: Sequence[int],
     *,
     temperature: Tensor,
     bias: Tensor,
     blocks: Sequence[slice],
-    mask: FalseNegativeMask | None,
-    first: int,
-    diagonal: int | None,
     weight: Tensor | None = None,
     column_weight: Tensor | None = None,
-    gradients: tuple[Tensor | None, Tensor | None],
+    gradient: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the summed loss of all negatives, and the summed derivative with respect to the logits.
 
-    Adds the unscaled gradients of rows and columns. ``first`` is the index of the first column in the
-    mask, ``diagonal`` (column - row) the diagonal of the positives. The loss of a row is
-    multiplied by its ``weight`` [num_rows]; the gradient of the rows may be that of columns with weights.
+    Adds the unscaled gradients of rows, to ``gradient``, and of columns. ``diagonals`` (column - row) are those of
+    the positives. The loss of a row is multiplied by its ``weight`` [num_rows]; the gradient of the rows may be that
+    of columns with weights.
     """
     loss, total = rows.new_zeros(()), rows.new_zeros(())
-    at_rows, at_columns = gradients
     weight = rows.new_ones(len(rows)) if weight is None else weight
-    values = columns if column_weight is None else column_weight[:, None] * columns
+    values = candidates.columns if column_weight is None else column_weight[:, None] * candidates.columns
     for block in blocks:
         query, own = rows[block] / temperature, weight[block]
-        for piece in spans(0, len(columns), 2 * tile_size(columns)):
-            tile = product(query, columns[piece]).add_(bias)
-            if diagonal is not None:
-                mask_diagonals(tile, block, piece, (diagonal,))
-            if mask is not None:
-                mask.apply_(tile, block, slice(first + piece.start, first + piece.stop))
+        for k, _, tile in candidates.tiles(query, block, diagonals=diagonals):
+            piece = candidates.pieces[k]
+            tile += bias
             loss = loss - own @ F.logsigmoid(-tile).sum(1)
             weights = tile.sigmoid_()
             total = total + own @ weights.sum(1)
-            if at_rows is not None:
-                at_rows[block] += own[:, None] * product(weights, values[piece].T)
-            if at_columns is not None:
-                at_columns[piece] += product(weights.T, (own[:, None] * rows[block]).T)
+            if gradient is not None:
+                gradient[block] += own[:, None] * product(weights, values[piece].T)
+            if candidates.gradient is not None:
+                candidates.gradient[piece] += product(weights.T, (own[:, None] * rows[block]).T)
     return loss, total
 
 
