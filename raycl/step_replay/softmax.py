@@ -7,7 +7,7 @@ negatives.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, final
 
 import torch
@@ -17,7 +17,7 @@ from raycl.config import RunConfig
 from raycl.errors import ConfigError
 from raycl.losses.clip import Clip
 from raycl.losses.example_ids import ExampleIds
-from raycl.losses.false_negatives import key_mask, query_mask
+from raycl.losses.false_negatives import query_mask
 from raycl.losses.info_nce import InfoNce
 from raycl.losses.nt_xent import NtXent
 from raycl.losses.objective import Objective, StoreBatch
@@ -299,29 +299,10 @@ def _sides_of_pairs(inputs: LossInputs, objective: Clip) -> list[Side]:
     """CLIP's loss: queries against keys and other negatives, and keys against queries."""
     assert inputs.key is not None, "pairs have a key each"
     forward = _side_of_queries(inputs, in_batch=True, of_pairs=True, objective=objective)
-    query_id, key_id = inputs.ids.query.cpu(), inputs.ids.key.cpu()
-    batch = len(query_id)
-    blocks = list(spans(0, batch, _BLOCK_ROWS))
-    false = key_mask((query_id, key_id), slice(0, batch), blocks)
-    assert false is not None, "pairs have ids"
-    false.set_sizes(false.sizes.flatten().tolist())
-
-    def mask(rows: slice) -> Tensor:
-        tile = torch.zeros(len(query_id[rows]), batch)
-        false.apply_(tile, rows, slice(0, batch))
-        tile.diagonal(rows.start).fill_(-math.inf)
-        return tile.isinf()
-
-    none = torch.zeros(batch, dtype=torch.float64)
-    backward = Side(
-        view=1,
-        positive_view=0,
-        queries=forward.positives,
-        positives=forward.queries,
-        columns=forward.queries,
-        candidates=[Candidate("batch", row, 0) for row in range(batch)],
-        mask=mask,
-        positive_bias=none,
-        column_bias=none,
+    swapped = replace(inputs.ids, query=inputs.ids.key, key=inputs.ids.query)
+    backward = _side_of_queries(
+        LossInputs(inputs.key, inputs.query, StoreBatch(), swapped), in_batch=True, of_pairs=True
     )
+    candidates = [candidate._replace(view=0) for candidate in backward.candidates]
+    backward = replace(backward, view=1, positive_view=0, candidates=candidates)
     return [forward, backward]
