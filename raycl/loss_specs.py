@@ -1,8 +1,8 @@
 """The registry of losses, with their requirements; imports no torch."""
 
 import importlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, final
 
 
@@ -12,8 +12,9 @@ class LossSpec:
     """The requirements and capabilities of a loss, against which configurations are checked.
 
     Attributes:
-        objective: ``module:Class`` of the loss over all workers. ``Class.build(settings)`` makes one
-            from :class:`LossSettings`.
+        objective: ``module:Class`` of the loss over all workers, a dataclass. Its fields are named as in
+            :class:`LossSettings`.
+        fixed: the values of fields that are no settings.
         keys: supported sources of keys: ``tower`` (another view, or the other half of a pair),
             ``momentum_encoder``, ``memory_bank`` (the sample's own slot of a memory bank).
         pairs: whether it supports the queries and keys of two towers.
@@ -35,6 +36,7 @@ class LossSpec:
     """
 
     objective: str
+    fixed: Mapping[str, Any] = field(default_factory=dict)
     keys: tuple[str, ...] = ("tower",)
     pairs: bool = False
     is_for_pairs: bool = False
@@ -73,7 +75,10 @@ class LossSpec:
     def build(self, settings: "LossSettings") -> Any:
         """Return the objective."""
         module, name = self.objective.split(":")
-        return getattr(importlib.import_module(module), name).build(settings)
+        kind = getattr(importlib.import_module(module), name)
+        names = {each.name for each in fields(kind)}
+        used = {name: value for name, value in vars(settings).items() if name in names}
+        return kind(**used, **self.fixed)
 
 
 @final
@@ -162,7 +167,9 @@ LOSSES: dict[str, LossSpec] = {
         settings=("temperature", "bias"),
     ),
     "dcl": LossSpec(objective="raycl.losses.dcl:Dcl", needs_batch=True, row_weights=True),
-    "dclw": LossSpec(objective="raycl.losses.dcl:Dclw", needs_batch=True, row_weights=True),
+    "dclw": LossSpec(
+        objective="raycl.losses.dcl:Dcl", fixed={"sigma": 0.5}, needs_batch=True, row_weights=True
+    ),
     "gcl": LossSpec(
         objective="raycl.losses.gcl:Gcl", pairs=True, needs_batch=True, partition=True, row_weights=True
     ),

@@ -1,6 +1,7 @@
 """The global contrastive loss on one process; see also workers/test_objectives.py and test_plain_steps.py."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -99,11 +100,12 @@ def test_stored_partition_functions_have_the_mean_and_the_variance_of_a_moving_a
 
 
 def of_pairs(
-    views: list[Tensor], stored: Tensor, ids: tuple[Tensor, Tensor], **settings: Any
+    views: list[Tensor], stored: Tensor, ids: tuple[Tensor, Tensor], *, momentum: float, **settings: Any
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of pairs, and the estimates of their partition functions [batch, 2] from the batch."""
     partition, names = Partition(stored), ExampleIds(query=ids[0], key=ids[1])
-    loss = Gcl(of_pairs=True, **settings)(views[0], views[1], StoreBatch(partition=partition), names)
+    objective = Gcl(pairs=True, bank_momentum=momentum, **settings)
+    loss = objective(views[0], views[1], StoreBatch(partition=partition), names)
     return loss, partition.of_batch()
 
 
@@ -181,14 +183,14 @@ def test_invalid_rows_give_a_loss_that_is_not_finite() -> None:
 
 
 def test_equal_embeddings_have_the_collapsed_loss() -> None:
-    rows, objective = torch.ones(16, 4) / 2, Gcl(temperature=0.1, momentum=0.5, num_samples=100)
+    rows, objective = torch.ones(16, 4) / 2, Gcl(temperature=0.1, bank_momentum=0.5, num_samples=100)
     log = torch.full((16, 1), 10.0)
     found, _ = gcl(rows, rows, log_partition=log, temperature=0.1, momentum=0.5, num_samples=100)
     expected = objective.collapsed_loss(batch_size=16, stored=StoreBatch())
     assert found.item() == pytest.approx(expected, rel=1e-5)
     settings: dict[str, Any] = {"temperature": 0.1, "momentum": 0.5, "num_samples": 100}
     found, _ = of_pairs([rows, rows], torch.zeros(16, 2), (torch.arange(16), torch.arange(16)), **settings)
-    expected = Gcl(of_pairs=True, **settings).collapsed_loss(batch_size=16, stored=StoreBatch())
+    expected = replace(objective, pairs=True).collapsed_loss(batch_size=16, stored=StoreBatch())
     assert found.item() == pytest.approx(expected, rel=1e-5)
 
 
@@ -215,7 +217,7 @@ def test_invalid_input_is_refused_in_one_line(changes: dict[str, object], messag
 def test_the_estimates_of_several_pairs_of_views_are_averaged() -> None:
     views = [*make_views(9, 4), make_views(9, 4, noise=0.9)[1]]
     partition = Partition(torch.zeros(9, 1))
-    objective = Gcl(temperature=0.1, momentum=0.5, num_samples=50)
+    objective = Gcl(temperature=0.1, bank_momentum=0.5, num_samples=50)
     ids, pairs = torch.arange(9), pair_views(views[:2], views[2:])
     mean_over_pairs(objective, pairs, StoreBatch(partition=partition), ExampleIds(query=ids, key=ids))
     settings = {"temperature": 0.1, "log_partition": torch.zeros(9, 1), "momentum": 0.5, "num_samples": 50}

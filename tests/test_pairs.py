@@ -357,11 +357,11 @@ def planted(*, with_ids: bool) -> ExampleIds:
     "contrast",
     [
         Clip(temperature=0.5),
-        InfoNce(temperature=0.5, in_batch=True, of_pairs=True),
-        InfoNce(temperature=0.5, in_batch=False, of_pairs=True),
-        Hinge(margin=9.0, hardest=False, in_batch=True, bidirectional=True),
-        Hinge(margin=9.0, hardest=False, in_batch=True, bidirectional=False),
-        Hinge(margin=9.0, hardest=False, in_batch=False, bidirectional=False),
+        InfoNce(temperature=0.5, in_batch=True, pairs=True),
+        InfoNce(temperature=0.5, in_batch=False, pairs=True),
+        Hinge(margin=9.0, hardest=False, in_batch=True, learns_keys=True),
+        Hinge(margin=9.0, hardest=False, in_batch=True, learns_keys=False),
+        Hinge(margin=9.0, hardest=False, in_batch=False, learns_keys=False),
     ],
 )
 @pytest.mark.parametrize("with_ids", [False, True])

@@ -4,14 +4,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from raycl.distributed import exceeds_gather_limit
 from raycl.errors import ConfigError
-from raycl.loss_specs import LossSettings
 from raycl.losses.checks import (
     check_columns,
     check_offset,
@@ -286,15 +285,6 @@ class Clip:
     log_frequency: Callable[[Tensor], Tensor] | None = None
     refines_logq: bool = False
     row_losses: tuple[RowLoss, RowLoss] = (cross_entropy, cross_entropy)
-
-    @classmethod
-    def build(cls, settings: LossSettings) -> Self:
-        """Return the loss with these settings."""
-        return cls(
-            temperature=settings.temperature,
-            log_frequency=settings.log_frequency,
-            refines_logq=settings.refines_logq,
-        )
 
     def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds) -> Tensor:
         """Return the loss."""

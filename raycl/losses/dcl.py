@@ -10,13 +10,10 @@ import torch
 from torch import Tensor
 
 from raycl.distributed import gather_detached
-from raycl.loss_specs import LossSettings
 from raycl.losses.objective import StoreBatch
 from raycl.losses.softmax import Softmax
 from raycl.losses.tiled import LOG2_E, working_precision
 from raycl.losses.views import Everyone, ViewsObjective, softmax_of_views
-
-SIGMA = 0.5  # of DCLW, as in the paper
 
 
 def dcl(
@@ -126,13 +123,3 @@ class Dcl(ViewsObjective):
     def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
         """Return the logarithm of the number of negatives."""
         return math.log(2 * batch_size - 2)
-
-
-@final
-class Dclw:
-    """DCL with weighted positives."""
-
-    @staticmethod
-    def build(settings: LossSettings) -> Dcl:
-        """Return DCLW with these settings."""
-        return Dcl(temperature=settings.temperature, sigma=SIGMA)

@@ -6,14 +6,13 @@ Of two views of each sample, or of pairs as in FastCLIP (Wei et al., 2024).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self, final
+from typing import final
 
 import torch
 from torch import Tensor
 
 from raycl.distributed import num_workers
 from raycl.errors import ConfigError
-from raycl.loss_specs import LossSettings
 from raycl.losses.clip import Clip
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.objective import Partition, StoreBatch
@@ -73,7 +72,7 @@ def gcl(
     _check(log_partition, [len(view_a), 1], momentum, num_samples)
     partition = Partition(log_partition)
     loss = Gcl(
-        temperature=temperature, momentum=momentum, num_samples=num_samples, partition=partition
+        temperature=temperature, bank_momentum=momentum, num_samples=num_samples, partition=partition
     ).checked_loss(
         (view_a, view_b),
         sample_id,
@@ -156,7 +155,7 @@ def _check(log_partition: Tensor, shape: list[int], momentum: float, num_samples
 class Gcl(ViewsObjective):
     """Each view against all other samples of the data, by the partition functions of a store.
 
-    ``of_pairs`` compares queries with keys of two towers instead, as :class:`~raycl.losses.clip.Clip`. Each pair has
+    ``pairs`` compares queries with keys of two towers instead, as :class:`~raycl.losses.clip.Clip`. Each pair has
     two partition functions: u_q of its query over all other keys and u_k of its key over all other queries. In a batch
     with the logits s, and with n keys beside the own one (Wei et al., 2024, algorithm 1),
 
@@ -169,25 +168,14 @@ class Gcl(ViewsObjective):
     gradient of this loss, as in FastCLIP-v0.
     """
 
-    momentum: float
+    bank_momentum: float
     num_samples: int
-    of_pairs: bool = False
+    pairs: bool = False
     partition: Partition | None = None
-
-    @classmethod
-    def build(cls, settings: LossSettings) -> Self:
-        """Return the loss with these settings."""
-        assert settings.num_samples is not None, "the configuration gives the loss a store of its samples"
-        return cls(
-            temperature=settings.temperature,
-            momentum=settings.bank_momentum,
-            num_samples=settings.num_samples,
-            of_pairs=settings.pairs,
-        )
 
     def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds) -> Tensor:
         """Return the loss, and append the means over the batch to ``stored.partition``."""
-        if self.of_pairs:
+        if self.pairs:
             return self._loss_of_pairs(query, key, stored, ids)
         return ViewsObjective.__call__(replace(self, partition=stored.partition), query, key, stored, ids)
 
@@ -204,7 +192,7 @@ class Gcl(ViewsObjective):
         rows = _GlobalRows(
             self.partition.stored.repeat(2, 1)[:, 0],
             self.temperature,
-            self.momentum,
+            self.bank_momentum,
             num_in_batch=2 * batch - 2,
             num_in_data=2 * self.num_samples - 2,
         )
@@ -216,7 +204,7 @@ class Gcl(ViewsObjective):
 
     def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
         """Return the logarithm of the number of negatives, once the partition functions follow the collapse."""
-        return math.log(self.num_samples - 1 if self.of_pairs else 2 * self.num_samples - 2)
+        return math.log(self.num_samples - 1 if self.pairs else 2 * self.num_samples - 2)
 
     def _loss_of_pairs(
         self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds
@@ -227,7 +215,7 @@ class Gcl(ViewsObjective):
             _GlobalRows(
                 of_side,
                 self.temperature,
-                self.momentum,
+                self.bank_momentum,
                 num_in_batch=num_workers() * len(query) - 1,
                 num_in_data=self.num_samples - 1,
                 is_relative=True,

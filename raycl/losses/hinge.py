@@ -4,13 +4,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Self, final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from raycl.errors import ConfigError
-from raycl.loss_specs import LossSettings
 from raycl.losses.checks import check_columns, check_offset, check_pair, checked_gathered, checked_pair_ids
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.false_negatives import FalseNegativeMask, key_mask, query_mask
@@ -370,27 +369,17 @@ class Hinge:
     margin: float
     hardest: bool
     in_batch: bool
-    bidirectional: bool
+    learns_keys: bool
     proximal_weight: float = 0.0
-
-    @classmethod
-    def build(cls, settings: LossSettings) -> Self:
-        """Return the loss with these settings."""
-        return cls(
-            margin=settings.margin,
-            hardest=settings.hardest,
-            in_batch=settings.in_batch,
-            bidirectional=settings.learns_keys and settings.in_batch,
-            proximal_weight=settings.proximal_weight,
-        )
 
     def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds) -> Tensor:
         """Return the loss."""
         key = positive_of(key, stored)
         own_ids = {"query_id": ids.query, "key_id": ids.key}
+        bidirectional = self.learns_keys and self.in_batch
         # Ids are gathered even without in-batch negatives: a stored row may be the key of another worker's pair.
         everyone = gathered(
-            query=query if self.bidirectional else None, key=key if self.in_batch else None, **own_ids
+            query=query if bidirectional else None, key=key if self.in_batch else None, **own_ids
         )
         loss = hinge(
             query,
@@ -398,7 +387,7 @@ class Hinge:
             margin=self.margin,
             hardest=self.hardest,
             in_batch=self.in_batch,
-            bidirectional=self.bidirectional,
+            bidirectional=bidirectional,
             negatives=stored.negatives,
             negative_id=stored.negative_id,
             **own_ids,

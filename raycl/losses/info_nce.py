@@ -3,14 +3,13 @@
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from raycl.distributed import exceeds_gather_limit, gather_detached, rank
 from raycl.errors import ConfigError
-from raycl.loss_specs import LossSettings
 from raycl.losses.checks import (
     check_columns,
     check_offset,
@@ -279,23 +278,13 @@ def _checked_columns(
 class InfoNce:
     """Cross-entropy of each query's key, or own slot, against gathered and stored negatives.
 
-    ``of_pairs`` means that queries and keys differ in kind and have separate ids.
+    ``pairs`` means that queries and keys differ in kind and have separate ids.
     """
 
     temperature: float | Tensor
     in_batch: bool
-    of_pairs: bool = False
+    pairs: bool = False
     proximal_weight: float = 0.0
-
-    @classmethod
-    def build(cls, settings: LossSettings) -> Self:
-        """Return the loss with these settings."""
-        return cls(
-            temperature=settings.temperature,
-            in_batch=settings.in_batch,
-            of_pairs=settings.pairs,
-            proximal_weight=settings.proximal_weight,
-        )
 
     def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds) -> Tensor:
         """Return the loss."""
@@ -315,12 +304,12 @@ class InfoNce:
             "weight": ids.weight,
             "guide": stored.guide,
         }
-        key_id = ids.key if self.of_pairs else ids.query
+        key_id = ids.key if self.pairs else ids.query
         if self.in_batch and exceeds_gather_limit(key):
             return ring_info_nce(query, key, ids.query, key_id, **settings)
         # A single id for both sides is cheaper to compare.
-        own_ids = {"query_id": ids.query, "key_id": key_id} if self.of_pairs else {"sample_id": ids.query}
+        own_ids = {"query_id": ids.query, "key_id": key_id} if self.pairs else {"sample_id": ids.query}
         settings |= {"in_batch": self.in_batch, **own_ids}
-        if self.in_batch or self.of_pairs:
+        if self.in_batch or self.pairs:
             settings |= gathered(key=key if self.in_batch else None, **own_ids)
         return info_nce(query, key, **settings)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Self, final
+from typing import final
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from raycl.distributed import gather_detached
 from raycl.errors import ConfigError, RunError
-from raycl.loss_specs import LossSettings
 from raycl.losses.checks import (
     check_columns,
     check_pair,
@@ -311,18 +310,6 @@ class Nce:
     num_samples: int
     normalizer: NormalizingConstant
     proximal_weight: float = 0.0
-
-    @classmethod
-    def build(cls, settings: LossSettings) -> Self:
-        """Return the loss with these settings."""
-        assert settings.num_samples is not None, "the configuration gives NCE a memory bank"
-        assert settings.normalizer is not None, "the train state of NCE estimates the normalizing constant"
-        return cls(
-            temperature=settings.temperature,
-            num_samples=settings.num_samples,
-            normalizer=settings.normalizer,
-            proximal_weight=settings.proximal_weight,
-        )
 
     def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds) -> Tensor:
         """Return the loss; the batch updates the normalizing constant first, until it is settled."""

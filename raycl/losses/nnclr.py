@@ -2,12 +2,11 @@
 
 import math
 from dataclasses import dataclass
-from typing import Self, final
+from typing import final
 
 import torch
 from torch import Tensor
 
-from raycl.loss_specs import LossSettings
 from raycl.losses.checks import check_columns, check_pair
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.info_nce import InfoNce, info_nce
@@ -103,11 +102,6 @@ class Nnclr:
     """The neighbor of each key in the queue against the predictions of the global batch, which are the queries."""
 
     temperature: float | Tensor
-
-    @classmethod
-    def build(cls, settings: LossSettings) -> Self:
-        """Return the loss with these settings."""
-        return cls(temperature=settings.temperature)
 
     def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds) -> Tensor:
         """Return the loss."""

@@ -4,13 +4,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Self, final
+from typing import final
 
 import torch
 from torch import Tensor
 
 from raycl.errors import ConfigError
-from raycl.loss_specs import LossSettings, join_names
+from raycl.loss_specs import join_names
 from raycl.losses.objective import StoreBatch
 from raycl.losses.softmax import Softmax
 from raycl.losses.tiled import LOG2_E
@@ -67,7 +67,7 @@ def poly_view(
             f"got {len(gathered_views)} gathered_views for {len(views)} views; gather each of them"
         )
     gathered = [None] * len(views) if gathered_views is None else gathered_views
-    return PolyView(temperature=temperature, mean=mean, num_views=len(views)).checked_loss(
+    return PolyView(temperature=temperature, view_mean=mean, num_views=len(views)).checked_loss(
         views,
         sample_id,
         {f"gathered_views[{number}]": each for number, each in enumerate(gathered)},
@@ -100,13 +100,8 @@ def mean_over_positives(
 class PolyView(ViewsObjective):
     """Each view against all views of other samples of the global batch; the other views are positives."""
 
-    mean: str
+    view_mean: str
     num_views: int
-
-    @classmethod
-    def build(cls, settings: LossSettings) -> Self:
-        """Return the loss with these settings."""
-        return cls(temperature=settings.temperature, mean=settings.view_mean, num_views=settings.num_views)
 
     def loss(
         self,
@@ -116,7 +111,7 @@ class PolyView(ViewsObjective):
         weight: Tensor | None,
     ) -> Tensor:
         """Return the loss of checked views, given this worker's ids and the weights of its samples."""
-        row_loss = partial(mean_over_positives, arithmetic=self.mean == "arithmetic")
+        row_loss = partial(mean_over_positives, arithmetic=self.view_mean == "arithmetic")
         return softmax_of_views(
             views, ids, everyone, temperature=self.temperature, row_loss=row_loss, weight=weight
         )

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self, final
+from typing import Any, final
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,7 +14,6 @@ from raycl.distributed import (
     rank,
     visit_all,
 )
-from raycl.loss_specs import LossSettings
 from raycl.losses.checks import (
     check_offset,
     check_pair,
@@ -233,11 +232,6 @@ class SigLip:
 
     temperature: float | Tensor
     bias: float | Tensor
-
-    @classmethod
-    def build(cls, settings: LossSettings) -> Self:
-        """Return the loss with these settings."""
-        return cls(temperature=settings.temperature, bias=settings.bias)
 
     def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds) -> Tensor:
         """Return the loss."""

@@ -8,13 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations
-from typing import ClassVar, NamedTuple, Protocol, Self, final
+from typing import ClassVar, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
 
 from raycl.distributed import exceeds_gather_limit, gather, gather_detached, num_workers, rank
-from raycl.loss_specs import LossSettings
 from raycl.losses.checks import (
     check_companion,
     check_offset,
@@ -305,11 +304,6 @@ class ViewsObjective(ABC):
 
     temperature: float | Tensor
     id_name: ClassVar[str] = "sample_id"  # or label
-
-    @classmethod
-    def build(cls, settings: LossSettings) -> Self:
-        """Return the loss with these settings."""
-        return cls(temperature=settings.temperature)
 
     def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds) -> Tensor:
         """Return the loss; no store is used."""

@@ -170,7 +170,7 @@ def explain(watched: WatchedObjective, *, top: int) -> tuple[list[SideWeights], 
     elif isinstance(objective, Clip):
         sides = _sides_of_pairs(inputs, objective)
     else:
-        sides = [_side_of_queries(inputs, in_batch=objective.in_batch, of_pairs=objective.of_pairs)]
+        sides = [_side_of_queries(inputs, in_batch=objective.in_batch, of_pairs=objective.pairs)]
     return [_weights(side, temperature, top) for side in sides], temperature
 
 

@@ -84,7 +84,7 @@ def objective(loss: str, temperature: Tensor) -> Objective:
     return {
         "nt_xent": lambda: NtXent(**settings),
         "info_nce": lambda: InfoNce(in_batch=True, **settings),
-        "info_nce of pairs": lambda: InfoNce(in_batch=True, of_pairs=True, **settings),
+        "info_nce of pairs": lambda: InfoNce(in_batch=True, pairs=True, **settings),
         "clip": lambda: Clip(**settings),
     }[loss]()
 
