@@ -227,7 +227,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the proximal term is omitted",
-        "raycl/losses/nce.py",
+        "raycl/losses/objective.py",
         "    return loss + weight * proximal_term(query, stored.key, row_weight)",
         "    return loss",
     ),

@@ -5,9 +5,10 @@ from raycl.losses.dcl import dcl
 from raycl.losses.gcl import gcl
 from raycl.losses.hinge import hinge
 from raycl.losses.info_nce import info_nce
-from raycl.losses.nce import NormalizingConstant, nce, noise_mass, proximal_term
+from raycl.losses.nce import NormalizingConstant, nce, noise_mass
 from raycl.losses.nnclr import nnclr
 from raycl.losses.nt_xent import nt_xent
+from raycl.losses.objective import proximal_term
 from raycl.losses.poly_view import poly_view
 from raycl.losses.siglip import siglip
 from raycl.losses.supcon import supcon

@@ -13,8 +13,7 @@ from raycl.errors import ConfigError
 from raycl.losses.checks import check_columns, check_offset, check_pair, checked_gathered, checked_pair_ids
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.false_negatives import FalseNegativeMask, key_mask, query_mask
-from raycl.losses.nce import add_proximal_term
-from raycl.losses.objective import StoreBatch, gathered, positive_of
+from raycl.losses.objective import StoreBatch, add_proximal_term, gathered, positive_of
 from raycl.losses.softmax import ColumnBlock
 from raycl.losses.tiled import (
     BLOCK_ROWS,

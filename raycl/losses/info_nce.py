@@ -23,8 +23,7 @@ from raycl.losses.example_ids import ExampleIds
 from raycl.losses.false_negatives import key_mask, query_mask
 from raycl.losses.guide import Guide
 from raycl.losses.logq import logit_biases, refined_row_loss
-from raycl.losses.nce import add_proximal_term
-from raycl.losses.objective import StoreBatch, gathered, positive_of
+from raycl.losses.objective import StoreBatch, add_proximal_term, gathered, positive_of
 from raycl.losses.ring import evaluate_ring
 from raycl.losses.softmax import RowGroup, RowLoss, cross_entropy, evaluate_softmax, weighted
 from raycl.losses.tiled import (

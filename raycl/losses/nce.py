@@ -21,7 +21,7 @@ from raycl.losses.checks import (
 )
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.false_negatives import count_same, mask_same
-from raycl.losses.objective import StoreBatch
+from raycl.losses.objective import StoreBatch, add_proximal_term
 from raycl.losses.tiled import (
     BLOCK_ROWS,
     Gradients,
@@ -115,36 +115,6 @@ def noise_mass(
             for tile, _ in tiles.tiles(scaled[span], span, no_threshold[span])
         ]
     return torch.stack([torch.stack([none, *logarithms]).logsumexp(0), tiles.num_unmasked().sum().double()])
-
-
-def proximal_term(query: Tensor, own_slot: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Return the mean over rows of ||query - own_slot||^2 (InstDisc: Wu et al., 2018, eq. 10).
-
-    Args:
-        query: [local_batch, dim], this worker's embeddings.
-        own_slot: [local_batch, dim], the slots of the same samples in the memory bank.
-        weight: [local_batch], the weight of each row in the mean.
-
-    Returns:
-        A scalar, at least float32, without the weight of the term.
-
-    Raises:
-        ConfigError: Shapes do not match.
-    """
-    check_pair("query and own_slot", query, own_slot)
-    rows = working_precision(query)
-    distance = (rows - own_slot.to(rows)).square().sum(1)
-    return (distance if weight is None else distance * weight.to(rows)).mean()
-
-
-def add_proximal_term(
-    loss: Tensor, query: Tensor, stored: StoreBatch, weight: float, row_weight: Tensor | None = None
-) -> Tensor:
-    """Add the proximal term, which pulls each embedding to its slot; ``row_weight`` [num_queries] weights the rows."""
-    if not weight:
-        return loss
-    assert stored.key is not None, "the configuration gives a proximal term a memory bank"
-    return loss + weight * proximal_term(query, stored.key, row_weight)
 
 
 @final

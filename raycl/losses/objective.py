@@ -1,4 +1,4 @@
-"""The interface of an objective, a loss over all workers, and the mixture of two."""
+"""The interface of an objective, a loss over all workers; the mixture of two, and the proximal term of a store."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -9,8 +9,10 @@ from torch import Tensor
 
 from raycl.distributed import gather, gather_detached, gather_uneven, num_workers, rank
 from raycl.loss_specs import LOSSES, MIXED, LossSettings
+from raycl.losses.checks import check_pair
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.guide import Guide
+from raycl.losses.tiled import working_precision
 
 
 @final
@@ -151,3 +153,33 @@ def positive_of(key: Tensor | None, stored: StoreBatch) -> Tensor:
     positive = stored.key if key is None else key
     assert positive is not None, "the configuration gives every query a key or a slot"
     return positive
+
+
+def proximal_term(query: Tensor, own_slot: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Return the mean over rows of ||query - own_slot||^2 (InstDisc: Wu et al., 2018, eq. 10).
+
+    Args:
+        query: [local_batch, dim], this worker's embeddings.
+        own_slot: [local_batch, dim], the slots of the same samples in the memory bank.
+        weight: [local_batch], the weight of each row in the mean.
+
+    Returns:
+        A scalar, at least float32, without the weight of the term.
+
+    Raises:
+        ConfigError: Shapes do not match.
+    """
+    check_pair("query and own_slot", query, own_slot)
+    rows = working_precision(query)
+    distance = (rows - own_slot.to(rows)).square().sum(1)
+    return (distance if weight is None else distance * weight.to(rows)).mean()
+
+
+def add_proximal_term(
+    loss: Tensor, query: Tensor, stored: StoreBatch, weight: float, row_weight: Tensor | None = None
+) -> Tensor:
+    """Add the proximal term, which pulls each embedding to its slot; ``row_weight`` [num_queries] weights the rows."""
+    if not weight:
+        return loss
+    assert stored.key is not None, "the configuration gives a proximal term a memory bank"
+    return loss + weight * proximal_term(query, stored.key, row_weight)
