@@ -632,13 +632,6 @@ MUTATIONS = [
         "tests/test_bank_faults.py",
     ),
     Mutation(
-        "shards of an earlier queue are concatenated instead of interleaved",
-        "raycl/negatives/snapshot.py",
-        "        slots.append(np.arange(len(rows)) * num_shards + shard)\n",
-        "        slots.append(np.arange(len(rows)) + 100 * shard)\n",
-        "tests/test_bank_actor.py",
-    ),
-    Mutation(
         "a slot of the memory bank is replaced instead of averaged",
         "raycl/negatives/memory_bank.py",
         "    mixed *= momentum\n    mixed += (1 - momentum) * directions",

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,50 +123,23 @@ def test_a_queue_actor_that_misses_earlier_rows_stores_nothing_and_reports_it() 
 # ---- snapshots
 
 
-def write_sharded(spec: BankSpec, queue: KeyQueue, num_shards: int) -> None:
-    """Write the snapshot of step 4 as raycl 0.1.0 did: row number n in shard n % num_shards."""
-    sharded = replace(spec, num_shards=num_shards)
-    for shard in range(num_shards):
-        sequence = len(range(shard, queue.sequence, num_shards))
-        metadata = {"step": "4", "sequence": str(sequence), "attempt": "0", "applied": "{}"}
-        metadata |= shape_metadata(sharded, shard)
-        write_rows(shard_place(sharded, shard, 4), queue.negatives()[shard::num_shards], metadata)
-
-
 @pytest.mark.parametrize("num_rows", [0, 1, 7, 12, 31])
-@pytest.mark.parametrize("num_shards", [1, 2, 3])
-def test_a_queue_is_restored_from_the_shards_of_an_earlier_version(
-    tmp_path: Path, num_rows: int, num_shards: int
-) -> None:
-    spec = a_spec(output=tmp_path)
-    queue = a_queue(spec, num_rows)
-    write_sharded(spec, queue, num_shards)
-    actor = QueueActor(spec)
-    actor.restore(4, 1)
-    assert state_of(actor) == state_of(queue)
+def test_a_queue_is_restored_from_its_snapshot(tmp_path: Path, num_rows: int) -> None:
+    actor, queue = a_queue_actor(a_spec(output=tmp_path), num_rows)
+    actor.save(4, 0)
+    restarted = QueueActor(a_spec(output=tmp_path))
+    restarted.restore(4, 1)
+    assert state_of(restarted) == state_of(queue)
 
 
-def test_the_keys_of_an_earlier_version_are_explored_once(tmp_path: Path) -> None:
+def test_a_queue_of_several_shards_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
     spec = a_spec(output=tmp_path)
-    write_sharded(spec, a_queue(spec, 12), 3)
+    QueueActor(replace(spec, num_shards=3)).save(4, 0)
     write_current(spec, Current(4, 0))
-    assert read_saved_bank(str(tmp_path)).stats().filled == 12
-
-
-def test_an_incomplete_snapshot_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
-    spec = a_spec(output=tmp_path)
-    queue = a_queue(spec, 31)
-    write_sharded(spec, queue, 3)
-    path = tmp_path / "bank/step-00000004/shard-1-of-3.parquet"
-    kept = path.read_bytes()
-    path.unlink()
-    with pytest.raises(StorageError, match="no complete snapshot"):
-        QueueActor(spec).restore(4, 1)
-    path.write_bytes(kept)
-    queue.negatives().step[5] = -1  # a row that had not arrived when the shard was saved
-    write_sharded(spec, queue, 3)
-    with pytest.raises(StorageError, match="lacks keys; resume from a checkpoint of another step"):
-        QueueActor(spec).restore(4, 1)
+    for read in (partial(QueueActor(spec).restore, 4, 1), partial(read_saved_bank, str(tmp_path))):
+        with pytest.raises(ConfigError, match="step-00000004 is of a queue with several shards") as error:
+            read()
+        message_of(error)
 
 
 def test_a_snapshot_records_the_updates_it_contains(tmp_path: Path) -> None:

@@ -78,8 +78,6 @@ def read_saved_bank(run: str) -> SavedBank:
     spec = saved_spec(place.uri)
     if spec is not None and spec.kind != "partition":
         kind = QueueActor if spec.kind == "queue" else MemoryBankActor
-        if spec.kind == "queue":
-            spec = replace(spec, num_shards=1)  # an actor reads the keys of all files
         shards: list[Negatives] = []
         for shard in range(spec.num_shards):
             actor = kind(spec, shard)

@@ -236,24 +236,16 @@ def read_parts(spec: BankSpec, shard: int, step: int) -> Iterator[Negatives]:
 
 
 def read_queue(spec: BankSpec, step: int) -> State:
-    """Return the state of a queue from its snapshot; raises what ``read_metadata`` raises.
-
-    A snapshot of raycl 0.1.0 may have several shards: row number n was in shard n % num_shards.
-    """
-    num_shards, sequence = _num_shards_in(snapshot_folder(spec, step)) or 1, 0
-    saved = replace(spec, num_shards=num_shards)
-    empty = KeyQueue(spec.capacity, spec.dim, spec.row_dtype).negatives()
-    parts, slots = [empty], [empty.sample_id]
-    for shard in range(num_shards):
-        sequence += int(read_metadata(saved, shard, step)["sequence"])
-        rows = concatenate([empty, *read_parts(saved, shard, step)])
-        parts.append(rows)
-        slots.append(np.arange(len(rows)) * num_shards + shard)
-    rows = concatenate(parts)[np.argsort(np.concatenate(slots))]
-    if len(rows) and rows.step.min() < 0:
-        raise StorageError(
-            f"the snapshot {snapshot_folder(spec, step)} lacks keys; resume from a checkpoint of another step"
+    """Return the state of a queue from its snapshot; raises what ``read_metadata`` raises."""
+    folder = snapshot_folder(spec, step)
+    if _num_shards_in(folder) > 1:
+        raise ConfigError(
+            f"the snapshot {folder} is of a queue with several shards, which raycl 0.1.0 wrote and none reads now; "
+            "begin a new run with another --output"
         )
+    sequence = int(read_metadata(spec, 0, step)["sequence"])
+    empty = KeyQueue(spec.capacity, spec.dim, spec.row_dtype).negatives()
+    rows = concatenate([empty, *read_parts(spec, 0, step)])
     return {**vars(rows), "sequence": sequence, "capacity": spec.capacity}
 
 
