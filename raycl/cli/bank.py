@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -134,8 +135,8 @@ def get(
         )
     if as_json:
         # A partition function that no step has written yet is -inf, which JSON does not have.
-        values = np.where(np.isfinite(found.rows), found.rows.astype(object), None)
-        parts = zip(found.sample_id.tolist(), found.step.tolist(), values.tolist(), strict=True)
+        values = [[each if math.isfinite(each) else None for each in row] for row in found.rows.tolist()]
+        parts = zip(found.sample_id.tolist(), found.step.tolist(), values, strict=True)
         rows = [dict(zip(("sample_id", "step", "embedding"), part, strict=True)) for part in parts]
         shown = {"bank": name, "newest_step": found.newest_step, "rows": rows, "missing": missing}
         return _print_json(shown)
