@@ -226,7 +226,9 @@ def test_a_column_label_is_not_read_of_sets_whose_labels_have_no_meaning(
     assert (labeled.queries, labeled.sizes) == (plain.queries, plain.sizes)
     assert relevance_of(labeled) == relevance_of(plain)
     sets = benchmark(write, queries__label=label, documents__label=[*label, label[0]])
-    assert relevance_of(benchmark_task(*sets, NAMES)) == relevance_of(benchmark_task(*benchmark(write), NAMES))
+    assert relevance_of(benchmark_task(*sets, NAMES)) == relevance_of(
+        benchmark_task(*benchmark(write), NAMES)
+    )
 
 
 def test_an_image_that_is_missing_or_cannot_be_read_is_an_invalid_row(write: Write) -> None:
