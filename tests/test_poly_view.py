@@ -128,7 +128,7 @@ def test_invalid_rows_give_a_loss_that_is_not_finite() -> None:
 
 @pytest.mark.parametrize("mean", MEANS)
 def test_equal_embeddings_have_the_collapsed_loss(mean: str) -> None:
-    objective = PolyView(temperature=0.1, mean=mean, num_views=3)
+    objective = PolyView(temperature=0.1, view_mean=mean, num_views=3)
     expected = objective.collapsed_loss(batch_size=16, stored=StoreBatch())
     assert expected == math.log(46)
     found = poly_view([torch.ones(16, 4) / 2] * 3, temperature=0.1, mean=mean)
