@@ -36,7 +36,7 @@ class LossSpec:
     """
 
     objective: str
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict, hash=False)
     keys: tuple[str, ...] = ("tower",)
     pairs: bool = False
     is_for_pairs: bool = False

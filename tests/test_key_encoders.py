@@ -277,6 +277,8 @@ def test_the_leakage_probe_draws_the_view_that_the_step_did_not() -> None:
         (2, False, {}, (1, 1)),  # the workers get less than a CPU each
         (4, False, {"momentum_encoder.cpus_per_actor": 0.5}, (1, 4)),
         (2, False, {"autoscaling": True}, (1, 4)),
+        (8, False, {"min_workers": 1, "cpus_per_worker": 1.0}, (1, 4)),
+        (4, True, {"min_workers": 1, "cpus_per_worker": 1.0}, (1, 1)),  # as many workers as fit
         (8, False, {"gpu": True, "momentum_encoder.gpus_per_actor": 0.5}, (1, 2)),
     ],
 )

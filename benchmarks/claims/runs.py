@@ -19,10 +19,9 @@ from raycl.config import RunConfig
 from raycl.config.overrides import config_from_yaml, config_to_yaml, differences
 from raycl.errors import CollapseError, ConfigError, NonFiniteLossError
 from raycl.evaluation.classification import evaluate
-from raycl.inference.checkpoint_encoder import last_checkpoint
 from raycl.models.build import build_towers
 from raycl.models.momentum import MomentumEncoder
-from raycl.records import CONFIG, RESULT, ROLLBACK, read_metrics, read_result
+from raycl.records import CONFIG, RESULT, ROLLBACK, last_checkpoint, read_metrics, read_result
 from raycl.storage import Place
 from raycl.training.launch import train
 from raycl.training.transforms import ImageTransform

@@ -232,12 +232,14 @@ def encoders_that_fit(config: RunConfig, pool: PoolConfig, *, streamed: bool) ->
     least, most = pool.actor_range
     if config.autoscaling:
         return least, most
-    workers = max(config.worker_range(stage)[0] for stage in config.stages)
+    groups = [
+        workers_that_fit(config, config.worker_range(stage), streamed=streamed) for stage in config.stages
+    ]
     num_cpus = have.get("CPU", 0.0) - float(streamed)
-    num_cpus -= workers * cpus_of_a_worker(config, workers, streamed=streamed)
+    num_cpus -= max(high * cpus_of_a_worker(config, low, streamed=streamed) for low, high in groups)
     num_fitting = int(num_cpus / pool.cpus_per_actor + 1e-6)
     if pool.gpus_per_actor:
-        num_gpus = have.get("GPU", 0.0) - workers * config.gpu
+        num_gpus = have.get("GPU", 0.0) - max(high for _, high in groups) * config.gpu
         num_fitting = min(num_fitting, int(num_gpus / pool.gpus_per_actor + 1e-6))
     return least, max(least, min(most, num_fitting))
 
