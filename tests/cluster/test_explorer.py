@@ -344,8 +344,8 @@ def test_the_page_shows_neighbors_with_pictures_and_live_statistics(
     assert picture.evaluate("image => [image.naturalWidth, image.naturalHeight]") == [16, 16]
     expect(page.locator("#neighbors .facts-of").first).to_contain_text("age")
     wait_until(lambda: number(page, "Queries answered") >= 2, 10)  # the page refreshes every 2 s
-    last = (page.locator("#filled").evaluate("bar => bar.value"), number(page, "Newest step"))
-    assert last[0] > first[0] and last[1] > first[1]
+    wait_until(lambda: page.locator("#filled").evaluate("bar => bar.value") > first[0], 20)
+    wait_until(lambda: number(page, "Newest step") > first[1], 20)
 
 
 @pytest.mark.parametrize(("size", "scheme"), [(DESKTOP, "light"), (PHONE, "dark")], ids=["desktop", "phone"])

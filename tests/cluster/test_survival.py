@@ -100,6 +100,7 @@ def test_a_stopped_run_saves_and_reports_a_checkpoint_and_resumes_exactly(
             "encoder.kwargs": {"channels": 1, "marker": str(marker)},
             "stages.0.epochs": 20,
             "checkpoints.every_steps": 20,
+            "checkpoints.interval_s": 10_000.0,
             "log_every_steps": 40,
             "evaluation.every_epochs": 0,
         }
