@@ -32,7 +32,7 @@ SECOND_STAGE = {
 
 def staged_run(**settings: Any) -> RunConfig:
     """One epoch of nine steps, then seven steps on larger images at twice the batch size, in chunks, towards the hinge loss."""
-    return small_run(**FIRST_STAGE, **SECOND_STAGE, **settings)
+    return small_run(**(FIRST_STAGE | SECOND_STAGE | settings))
 
 
 @pytest.fixture(scope="module")
