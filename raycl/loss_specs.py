@@ -168,7 +168,10 @@ LOSSES: dict[str, LossSpec] = {
     ),
     "dcl": LossSpec(objective="raycl.losses.dcl:Dcl", needs_batch=True, row_weights=True),
     "dclw": LossSpec(
-        objective="raycl.losses.dcl:Dcl", fixed={"sigma": 0.5}, needs_batch=True, row_weights=True
+        objective="raycl.losses.dcl:Dcl",
+        fixed={"sigma": 0.5},  # as in the paper
+        needs_batch=True,
+        row_weights=True,
     ),
     "gcl": LossSpec(
         objective="raycl.losses.gcl:Gcl", pairs=True, needs_batch=True, partition=True, row_weights=True

@@ -111,3 +111,17 @@ def test_a_truncated_list_of_checkpoints_is_no_progress_and_no_error(
 
     (report,) = train(truncate)
     assert "resuming from step 0 " in report
+
+
+def test_a_list_that_could_not_be_read_once_makes_no_old_checkpoint_new(
+    train: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    place = tmp_path / CHECKPOINTS / CHECKPOINT_LIST
+    kept: list[str] = []
+
+    def truncate() -> None:
+        kept.append(place.read_text())
+        place.write_text('{"checkpoint')
+
+    with pytest.raises(RuntimeError, match="the node was lost"):
+        train(lambda: save(tmp_path, "step-00000010"), truncate, lambda: place.write_text(kept[0]))

@@ -240,7 +240,7 @@ def read_queue(spec: BankSpec, step: int) -> State:
     folder = snapshot_folder(spec, step)
     if _num_shards_in(folder) > 1:
         raise ConfigError(
-            f"the snapshot {folder} is of a queue with several shards, which raycl 0.1.0 wrote and none reads now; "
+            f"the snapshot {folder} is of a queue with several shards, which only raycl 0.1.0 reads; "
             "begin a new run with another --output"
         )
     sequence = int(read_metadata(spec, 0, step)["sequence"])

@@ -60,7 +60,7 @@ def train_in_groups(
     """
     workers, num_failures = job.workers_at(0), 0
     job = replace(job, began=time.time() - wall_seconds(job.output))
-    saved = frozenset[str]()
+    saved = set[str]()  # the names of all checkpoints so far
     notices = notices_of(job.coordinator)
     with (
         _open_pool(job) as pool,
@@ -74,13 +74,14 @@ def train_in_groups(
                 # Even if the run ends: other code in a notebook needs the resources.
                 with contextlib.suppress(Exception):
                     remove_leaked_placement_groups()
-                before, saved = saved, _saved(job.output)
                 # Any new checkpoint is progress, also one below a step that was rolled back.
-                num_failures = 1 if saved - before else num_failures + 1
+                new = _saved(job.output) - saved
+                saved |= new
+                num_failures = 1 if new else num_failures + 1
                 if find_raycl_error(error) is not None or num_failures > job.config.max_failures:
                     raise
                 failures = f"failure {num_failures} of {job.config.max_failures}"
-                step = max(map(resume_order, saved), default=(0, 0))[1]
+                step = max(map(resume_order, saved), default=(0, 0, 0))[1]
                 report(f"{last_line(error)}: resuming from step {step} ({failures})")
                 job = replace(job, failure=_failure(job, last_line(error)))
                 continue
@@ -96,11 +97,11 @@ def train_in_groups(
                     )
 
 
-def _saved(output: Place) -> frozenset[str]:
+def _saved(output: Place) -> set[str]:
     """Return the names of the complete checkpoints; none if their list is truncated, until the next group repairs it."""
     with contextlib.suppress(StorageError):
-        return frozenset(complete_checkpoints(output))
-    return frozenset()
+        return set(complete_checkpoints(output))
+    return set()
 
 
 def _failure(job: Job, text: str) -> Failure:

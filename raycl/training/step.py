@@ -30,7 +30,8 @@ class StepOutput:
     ``watched`` are queries of all workers and their positives, both [n, dim]. ``collapsed_loss`` is the
     loss if all embeddings were equal, or None if it is unknown. ``stop_requested`` is true on all workers once
     a stop was requested from one of them, and ``check_requested`` if the first one asked for a check.
-    ``grad_norm`` is the norm of the clipped gradient before clipping. ``guided`` are the counts of negatives that a guide masks.
+    ``grad_norm`` is the norm of the clipped gradient before clipping. ``guided`` are the counts of
+    negatives that a guide masks.
     """
 
     loss: float
