@@ -158,6 +158,13 @@ INCOMPATIBLE = {  # a recipe and its settings, and a pattern of the error
     "clip stages.0.loss=gcl negatives.store=partition stages.0.matryoshka_dims=[8]": (
         "remove matryoshka_dims, or set loss to clip and negatives.store to none$"
     ),
+    "simcse stages.0.loss=gcl negatives.store=partition text.length_buckets=8": (
+        "gcl takes the other rows of a batch for a random sample of the data, and text.length_buckets 8 gives them "
+        "similar lengths; set it to 1, or set loss to dcl and negatives.store to none$"
+    ),
+    "two_tower stages.0.loss=gcl negatives.store=partition negatives.explicit=false text.length_buckets=2": (
+        "text.length_buckets 2 .*; set it to 1, or set loss to clip and negatives.store to none$"
+    ),
     "sogclr negatives.in_batch=false": "loss gcl needs in-batch negatives; set negatives.in_batch=true$",
     "sogclr stages.0.matryoshka_dims=[8]": "gcl stores one partition function of a sample, which differs between",
     "nnclr negatives.store=none": "nnclr is incompatible .* takes key tower, and negatives.store queue",

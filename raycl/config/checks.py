@@ -225,6 +225,7 @@ def _check_losses(run: "RunConfig") -> str | None:
         _problem_of_loss(run, stage.loss)
         or _problem_of_prefixes(run, stage)
         or _problem_of_weights(run, stage)
+        or _problem_of_lengths(run, stage)
         for stage in run.stages
     )
     return next(filter(None, found), None)
@@ -238,6 +239,18 @@ def _problem_of_weights(run: "RunConfig", stage: Stage) -> str | None:
     return (
         f"loss {loss} does not weight rows; remove data.columns.weight, or set loss to "
         f"{join_names(name for name, spec in LOSSES.items() if spec.row_weights)} without a hinge_weight"
+    )
+
+
+def _problem_of_lengths(run: "RunConfig", stage: Stage) -> str | None:
+    """Return a message if a loss needs random batches and batches have texts of similar lengths."""
+    buckets = run.text.length_buckets
+    if buckets == 1 or not LOSSES[stage.loss].partition or why_inactive(run, "text.length_buckets"):
+        return None
+    return (
+        f"loss {stage.loss} takes the other rows of a batch for a random sample of the data, and "
+        f"text.length_buckets {buckets} gives them similar lengths; set it to 1, or set loss to "
+        f"{_without_partition(run)} and negatives.store to none"
     )
 
 
@@ -257,12 +270,16 @@ def _problem_of_prefixes(run: "RunConfig", stage: Stage) -> str | None:
             "remove matryoshka_dims, or set loss to info_nce"
         )
     if LOSSES[stage.loss].partition:
-        other = "clip" if run.has_two_towers else "dcl"
         return (
             f"loss {stage.loss} stores one partition function of a sample, which differs between prefixes; "
-            f"remove matryoshka_dims, or set loss to {other} and negatives.store to none"
+            f"remove matryoshka_dims, or set loss to {_without_partition(run)} and negatives.store to none"
         )
     return None
+
+
+def _without_partition(run: "RunConfig") -> str:
+    """Return the loss over a batch that replaces a loss with partition functions."""
+    return "clip" if run.has_two_towers else "dcl"
 
 
 def _problem_of_loss(run: "RunConfig", loss: str) -> str | None:
