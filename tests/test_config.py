@@ -453,6 +453,21 @@ def test_a_network_must_take_the_images_of_every_stage(network: nn.Module, match
     build_towers(config, network=pooled)
 
 
+def test_statistics_of_each_view_need_a_batchnorm() -> None:
+    head = {"projection_head.batchnorm": False}
+    config = override(recipe("simclr", image_size=16), {"batchnorm": "local_view"})
+    message = "^batchnorm local_view acts only in a network with BatchNorm, and neither .*; set it to local$"
+    for network, settings in (
+        (None, {"encoder.name": "vit_tiny", **head}),
+        (nn.Flatten(), head),
+        (nn.Flatten(), {"projection_head.num_layers": 1}),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            build_towers(override(config, settings), network=network)
+    build_towers(override(config, head), network=nn.Sequential(nn.BatchNorm2d(3), nn.Flatten()))
+    build_towers(config, network=nn.Flatten())
+
+
 def test_an_nce_stage_may_be_added_to_a_run_without_one() -> None:
     shape = {"encoder.name": "resnet10", "encoder.width": 0.25}
     first = override(recipe("instance_discrimination", image_size=16), {**shape, "stages.0.loss": "info_nce"})

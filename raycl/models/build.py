@@ -4,6 +4,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from raycl.batchnorm import replace_batchnorm, split_batchnorm, synchronize
 from raycl.config import RunConfig
@@ -111,7 +112,7 @@ def build_towers(
 
     A prediction head takes projections before their normalization.
     ``network`` is the user's own encoder, which replaces the only one. Raises ``ConfigError`` if the run
-    has two.
+    has two, or if ``local_view`` finds no BatchNorm.
     """
     specs = encoder_specs(config, None if vocabulary is None else vocabulary.tokenizer)
     if network is not None and len(specs) > 1:
@@ -128,6 +129,13 @@ def build_towers(
         head = build_projection_head(dim, **config.projection_head.model_dump())
         made.append(Tower(encoder, head, normalize=not config.has_prediction_head))
     towers: Towers = TwoTowers(made[0], made[-1]) if config.has_two_towers else made[0]
+    if config.batchnorm == "local_view" and not any(
+        isinstance(each, _BatchNorm) for each in towers.modules()
+    ):
+        raise ConfigError(
+            "batchnorm local_view acts only in a network with BatchNorm, and neither the encoder nor the projection "
+            "head of this run has any; set it to local"
+        )
     return _with_batchnorm(towers, config)
 
 
