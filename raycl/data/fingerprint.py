@@ -25,10 +25,14 @@ def fingerprint(*tables: pa.Table) -> int:
     return total % 2**64
 
 
-def fingerprint_of_blocks(blocks: Sequence[ray.ObjectRef]) -> int:
-    """Return the fingerprint of the tables that these refer to, by Ray tasks on their nodes."""
-    task: Any = ray.remote(fingerprint)
-    return sum(ray.get([task.remote(block) for block in blocks])) % 2**64
+def fingerprint_of_blocks(blocks: Sequence[ray.ObjectRef], names: Sequence[str] | None = None) -> int:
+    """Return the fingerprint of the tables that these refer to, or of their columns ``names``, by Ray tasks."""
+    task: Any = ray.remote(_of_columns)
+    return sum(ray.get([task.remote(block, names) for block in blocks])) % 2**64
+
+
+def _of_columns(table: pa.Table, names: Sequence[str] | None) -> int:
+    return fingerprint(table if names is None else table.select(names))
 
 
 def _cells(column: pa.Array) -> Iterator[bytes]:

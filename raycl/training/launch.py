@@ -175,6 +175,10 @@ def train_validated(
             if tokenizer is None:
                 _check_towers(config, encoder, vocabulary)
         job = _read_data(run, data, coordinator, quiet=quiet)
+        if data.columns.weight is not None and not data.streamed:
+            names = ["sample_id", "weight.value"]
+            described["weights"] = [fingerprint_of_blocks(blocks, names) for blocks in job.blocks]
+            check_same_data(output, described)
         job = replace(job, vocabulary=vocabulary, network=encoder)
         with open_bank(job, report) as bank, open_miner(replace(job, bank=bank), report) as job:
             # Only now: a refused run must not leave an output that would require --resume.

@@ -313,7 +313,8 @@ def hash_of_settings(config: RunConfig) -> str:
 def check_same_data(output: Place, now: dict[str, Any]) -> None:
     """Refuse to resume on other rows, or on the same rows in another order.
 
-    The same rows at another address, such as a copy in a nearer bucket, are accepted.
+    The same rows at another address, such as a copy in a nearer bucket, are accepted. ``weights``, the fingerprints of the
+    weights of rows by data set, are compared if both have them.
     """
     if not (output / DATA).exists():
         return
@@ -333,6 +334,11 @@ def check_same_data(output: Place, now: dict[str, Any]) -> None:
         raise ConfigError(
             f"the data were {_kept(before)} and would be {_kept(now)} on this cluster, in another order; "
             "set data.cache to materialize or stream, as at first, or give another --output"
+        )
+    if "weights" in before and "weights" in now and before["weights"] != now["weights"]:
+        raise ConfigError(
+            f"the run began with other weights of rows than there are now in {now['data'] or 'the dataset'}; "
+            "give the same data, or another --output"
         )
     if now["streamed"] and "workers" in before:
         raise ConfigError(

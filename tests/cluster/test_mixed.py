@@ -12,7 +12,7 @@ import ray
 
 import raycl
 from raycl.config import RunConfig
-from raycl.errors import ConfigError, DataError
+from raycl.errors import ConfigError, DataError, RunError
 from raycl.records import read_metrics, read_result
 from raycl.storage import Place
 from raycl.training.coordinator import start_coordinator
@@ -131,6 +131,35 @@ def test_a_run_resumed_on_ray_datasets_equals_an_uninterrupted_run_on_files(
     assert_equal_runs(output, finished[0] / "run")
     assert list(result.data_sets) == ["dataset 0", "dataset 1"]
     assert list(result.data_sets.values()) == list(finished[1].data_sets.values())
+
+
+def test_a_run_is_not_resumed_with_other_weights_of_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, output = tmp_path / "texts.parquet", tmp_path / "run"
+    columns = {"text": invented_texts(80), "sample_id": list(range(80))}
+    config = run_of("simcse", **{"encoder.name": "bag_of_subwords", "data.columns.weight": "w"})
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RunError("stopped before the first step")
+
+    monkeypatch.setattr("raycl.training.launch.train_in_groups", fail)
+
+    def train(weights: list[int], *, resume: bool) -> None:
+        pq.write_table(pa.table(columns | {"w": weights}), data)
+        raycl.train(config, data=data, output=output, resume=resume, quiet=True)
+
+    weights = [row % 2 for row in range(80)]
+    message = (
+        r"^the run began with other weights of rows than there are now in .*texts.parquet; give the same data, "
+        "or another --output$"
+    )
+    with pytest.raises(RunError, match="stopped before"):
+        train(weights, resume=False)
+    with pytest.raises(ConfigError, match=message):
+        train(weights[::-1], resume=True)
+    with pytest.raises(RunError, match="stopped before"):
+        train(weights, resume=True)
 
 
 def test_click_logs_are_grouped_and_counted_one_by_one() -> None:
