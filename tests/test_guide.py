@@ -33,10 +33,10 @@ from raycl.losses.objective import Objective, StoreBatch
 from raycl.recipes import recipe
 from raycl.training.guide import read_guide
 from raycl.training.preflight import check_data_sets, id_columns
-from raycl.training.transforms import PairTransform
+from raycl.training.transforms import PairTransform, build_transform
 from tests.embeddings import make_pair_ids, make_rows, make_views, named_ids
 from tests.gradients import assert_close, leaves, value_and_gradients
-from tests.pairs import clicks, rows_of, small_config
+from tests.pairs import clicks, noise_images, rows_of, small_config, vocabulary
 from tests.plain_losses import are_known, are_nearer, plain_bidirectional, plain_info_nce
 from tests.tiles import tiny_tiles_in
 
@@ -238,6 +238,29 @@ def test_a_batch_has_the_embeddings_of_its_ids(strategy: Any, tmp_path: Path) ->
     assert torch.allclose(guide.limit, limit, atol=2e-3)
 
 
+@pytest.mark.parametrize(("name", "role"), [("simcse", "text"), ("simclr", "image")])
+def test_both_views_of_a_sample_have_its_embedding(name: str, role: str, tmp_path: Path) -> None:
+    write_guide(tmp_path, sample=embeddings(range(40), seed=1))
+    settings = {"negatives.guide.query": str(tmp_path / "sample"), "negatives.guide.margin": 0.25}
+    config = override(recipe(name, image_size=8), settings | {"stages.0.loss": "info_nce"})
+    values = {"text": [[f"text {n}"] for n in range(30)], "image": noise_images(30)}
+    rows = rows_of(config, {role: values[role]})
+    table = pa.Table.from_batches([rows.arrow_rows(np.arange(len(rows)))])
+    tables = read_guide(config.negatives.guide, [table], [])
+    transform = build_transform(config, vocabulary().tokenizer, tables)
+    guide = transform.with_image_size(16).example_ids(rows.take(np.arange(7, 20))).guide
+    assert guide is not None
+    vectors = torch.tensor(embeddings(range(40), seed=1)[1][7:20]) / 3
+    assert torch.allclose(guide.query.float(), vectors, atol=1e-3)
+    assert torch.equal(guide.query, guide.key)
+    assert torch.allclose(guide.limit, torch.full((13,), 0.75), atol=2e-3)
+    assert guide.negatives is None
+    write_guide(tmp_path / "few", sample=embeddings(range(20)))
+    few = GuideConfig(query=str(tmp_path / "few" / "sample"), margin=0.25)
+    with pytest.raises(DataError, match="has no embedding of 10 of the 30 ids in sample_id, such as the row"):
+        read_guide(few, [table], [])
+
+
 def test_an_id_may_be_embedded_twice_if_its_embeddings_agree(tmp_path: Path) -> None:
     _, table, names = rows_and_ids()
     ids, vectors = embeddings(range(80))
@@ -328,6 +351,12 @@ def test_the_doctor_checks_a_guide_and_its_size(tmp_path: Path, monkeypatch: pyt
     for file in (tmp_path / "document").iterdir():
         file.unlink()
     assert "document has no parquet file (0 others); give the --output of `raycl embed`" in check(1e9).seen
+    write_guide(tmp_path, sample=embeddings(range(30)))
+    folder = {"negatives.guide.query": str(tmp_path / "sample"), "negatives.guide.margin": 0.1}
+    config = override(recipe("simcse"), {**folder, "data.cache": "materialize"})
+    whole = 2 * 30 * 5
+    assert [check(whole).good, check(whole - 1).good] == [True, False]
+    config = override(recipe("two_tower"), {**folders, "data.cache": "materialize"})
     pairs = pa.table({"query": ["a", "b"], "document": ["c", "d"]})
     pq.write_table(pairs, tmp_path / "pairs.parquet")
     (result,) = check_data(str(tmp_path / "pairs.parquet"), None, config)
@@ -393,6 +422,38 @@ FOLDERS = {"negatives.guide.query": "guide/queries", "negatives.guide.document":
 def test_settings_that_a_guide_excludes_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         override(recipe("two_tower"), {**FOLDERS, **settings})
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("simclr", {}, "loss nt_xent cannot use negatives.guide; remove it, or set loss to info_nce or clip"),
+        (
+            "simcse",
+            {"negatives.guide.margin": 0.0},
+            "masks nothing with negatives.guide.margin 0: .* set it above 0, such as to 0.1$",
+        ),
+        (
+            "simcse",
+            {"negatives.guide.margin_strategy": "relative"},
+            "margin_strategy acts only with data.kind pairs",
+        ),
+        (
+            "simcse",
+            {"negatives.guide.document": "guide"},
+            "guide.document acts only with data.kind pairs, and this run has data.kind text; remove it",
+        ),
+        ("simcse", {"negatives.mined.num": 2}, "no embeddings of mined negatives of data.kind text, got .* 2; set"),
+        ("esimcse", {}, "negatives.guide has no embeddings of stored keys, got negatives.store queue"),
+        ("clip", {}, "guide.query acts only with data.kind image, text or pairs, and this run has data.kind image_text"),
+    ],
+)  # fmt: skip
+def test_settings_that_a_guide_of_samples_excludes_are_refused(
+    name: str, settings: dict[str, Any], message: str
+) -> None:
+    folder = {"negatives.guide.query": "guide", "negatives.guide.margin": 0.1}
+    with pytest.raises(ConfigError, match=message):
+        override(recipe(name, image_size=32), {**folder, **settings})
 
 
 def test_a_guide_has_the_ids_of_one_data_set() -> None:

@@ -331,12 +331,22 @@ def _problem_of_loss(run: "RunConfig", loss: str) -> str | None:
 
 def _check_guide(run: "RunConfig") -> str | None:
     guide, store = run.negatives.guide, run.negatives.store
-    given = {"query": guide.query, "document": guide.document}
-    missing = [name for name, folder in given.items() if folder is None]
+    given = guide.folders(run.data.kind)
+    missing = [name.removesuffix("_id") for name, folder in given.items() if folder is None]
     if len(missing) == len(given) or why_inactive(run, "negatives.guide"):
         return None
     if missing:
         return f"negatives.guide has no folder of embeddings as {missing[0]}; give query and document, or neither"
+    if not run.has_two_towers and guide.margin <= 0:
+        return (
+            f"negatives.guide masks nothing with negatives.guide.margin {guide.margin:g}: both views of a sample have one "
+            "embedding, and no other is nearer; set it above 0, such as to 0.1"
+        )
+    if not run.has_two_towers and run.negatives.mined.num > 0:
+        return (
+            f"negatives.guide has no embeddings of mined negatives of data.kind {run.data.kind}, got "
+            f"negatives.mined.num {run.negatives.mined.num}; set it to 0, or remove negatives.guide"
+        )
     if store != "none":
         return (
             f"negatives.guide has no embeddings of stored keys, got negatives.store {store}; set it to none"

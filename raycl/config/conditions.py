@@ -103,8 +103,8 @@ _SHARDED = Condition(
 _KEY_ACTORS = when("momentum_encoder.location", "actors")
 _POOL = tuple(PoolConfig.model_fields)
 _GUIDED = Condition(
-    "negatives.guide.query and negatives.guide.document",
-    lambda run, _: None not in (run.negatives.guide.query, run.negatives.guide.document),
+    "negatives.guide.query, and for pairs negatives.guide.document",
+    lambda run, _: None not in run.negatives.guide.folders(run.data.kind).values(),
 )
 _MARGIN = Condition("negatives.guide.margin other than 0", lambda run, _: run.negatives.guide.margin != 0)
 _HIDDEN_LAYERS = Condition(
@@ -228,9 +228,10 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
             lambda run, _: any("normalizer_momentum" in LOSSES[stage.loss].settings for stage in run.stages),
         ),
     ),
-    "negatives.guide": (_PAIRS,),
+    "negatives.guide": (when("data.kind", "image", "text", "pairs"),),
+    "negatives.guide.document": (_PAIRS,),
     "negatives.guide.margin": (_GUIDED,),
-    "negatives.guide.margin_strategy": (_GUIDED, _MARGIN),
+    "negatives.guide.margin_strategy": (_PAIRS, _GUIDED, _MARGIN),
     "negatives.mined": (_TEXTS, when("key", "tower")),
     **{
         f"negatives.mined.{name}": (_MINED,)

@@ -405,21 +405,29 @@ class MomentumEncoderConfig(PoolConfig):
 class GuideConfig(Section):
     """Embeddings by another encoder, which masks the negatives that it finds nearer than the positive (Solatorio, 2024).
 
-    They are folders of parquet files with the columns ``query_id`` or ``document_id``, and ``representation``, as
-    ``raycl embed`` writes them.
+    They are folders of parquet files with the columns ``query_id`` or ``document_id``, or ``sample_id`` of images and
+    sentences, and ``representation``, as ``raycl embed`` writes them.
     """
 
     query: Annotated[str, Field(min_length=1)] | None = None
-    """Folder of the queries' embeddings, by ``query_id``."""
+    """Folder of the queries' embeddings, by ``query_id``; of images and sentences, by ``sample_id``."""
 
     document: Annotated[str, Field(min_length=1)] | None = None
     """Folder of the embeddings of documents and explicit negatives, by ``document_id``."""
 
     margin: Annotated[float, Field(allow_inf_nan=False)] = 0.0
-    """A negative is masked if its similarity is above the positive's minus this margin, in cosine."""
+    """A negative is masked if its similarity is above the positive's minus this margin, in cosine. The positive of an
+    image or a sentence has similarity 1, since both views have one embedding; the margin is then above 0.
+    """
 
     margin_strategy: Literal["absolute", "relative"] = "absolute"
     """``relative`` multiplies the margin by the absolute value of the positive's similarity."""
+
+    def folders(self, kind: str) -> dict[str, str | None]:
+        """Return the folders that a run on this kind of samples needs, by the column of their ids."""
+        if kind == "pairs":
+            return {"query_id": self.query, "document_id": self.document}
+        return {"sample_id": self.query}
 
 
 @final

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from raycl.data.codecs import list_lengths
 from raycl.data.columns import is_list, is_number
-from raycl.data.ids import entity_id
+from raycl.data.ids import entity_id, stable_ids
 from raycl.data.parquet_tables import open_parquet
 from raycl.data.sources import existing
 from raycl.errors import DataError
@@ -45,8 +45,9 @@ def read_embeddings(uri: str, role: str) -> Iterator[tuple[NDArray[np.int64], ND
         with open_parquet(place) as file:
             _check_schema(file.schema_arrow, role, place)
             for batch in file.iter_batches(_BATCH_ROWS, columns=[role, REPRESENTATION]):
-                ids = np.array([entity_id(value) for value in batch.column(role).to_pylist()], np.int64)
-                yield ids, _unit_rows(batch.column(REPRESENTATION), place)
+                values = batch.column(role).to_pylist()
+                ids = stable_ids(values) if role == "sample_id" else list(map(entity_id, values))
+                yield np.array(ids, np.int64), _unit_rows(batch.column(REPRESENTATION), place)
 
 
 def _files(uri: str) -> list[Place]:

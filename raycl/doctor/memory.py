@@ -119,18 +119,13 @@ def check_decoded_data(config: RunConfig, data: DataSummary, answers: Answers) -
 
 def _check_guide_table(config: RunConfig, data: DataSummary | None, answers: Answers) -> CheckResult:
     """Check the files of a guide, and compare its embeddings of the run's ids with the smallest object store."""
-    name, guide = "guide", config.negatives.guide
-    assert guide.query is not None, "only a run with a guide has its table"
-    assert guide.document is not None, "the configuration gives a guide both folders"
+    name, folders = "guide", config.negatives.guide.folders(config.data.kind)
     try:
         check_guide(config)
-        counts = [
-            count_embeddings(guide.query, "query_id"),
-            count_embeddings(guide.document, "document_id"),
-        ]
+        counts = [count_embeddings(uri, role) for role, uri in folders.items() if uri is not None]
     except RayclError as error:
         return failed(name, str(error))
-    (queries, dim), (documents, _) = counts
+    (queries, dim), (documents, _) = counts if len(counts) > 1 else (*counts, (0, 0))
     if data is not None:  # a run keeps the embeddings of its own ids only
         rows = data.source.num_rows
         queries, documents = min(queries, rows), min(documents, round(rows * (1 + data.negatives_per_pair)))

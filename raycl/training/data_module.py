@@ -152,7 +152,8 @@ class DataModule:
         settings = self._config.negatives
         if settings.guide.query is None:
             return None
-        names = id_columns(self.columns, explicit=settings.explicit)
+        is_pairs = self._config.data.kind == "pairs"
+        names = id_columns(self.columns, explicit=settings.explicit) if is_pairs else []
         tables = fetch_tables(decoded[0].select_columns(["sample_id", *names]))
         return read_guide(settings.guide, tables, names)
 

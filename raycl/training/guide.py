@@ -37,7 +37,7 @@ class EmbeddingTable:
 @final
 @dataclass(frozen=True, kw_only=True)
 class GuideTables:
-    """A guide's embeddings of all queries and documents of a run, and its margin."""
+    """A guide's embeddings of all queries and documents of a run, or of all samples twice, and its margin."""
 
     query: EmbeddingTable
     document: EmbeddingTable
@@ -63,12 +63,16 @@ class GuideTables:
 def read_guide(settings: GuideConfig, tables: Sequence[pa.Table], names: Sequence[str]) -> GuideTables:
     """Read the guide's embeddings of all ids in decoded rows: their ``sample_id`` and their columns of ids ``names``.
 
-    Raises ``DataError`` if a folder does not have one embedding of each id.
+    Without ``names``, the rows have one embedding each, of their ``sample_id``. Raises ``DataError`` if a folder does
+    not have one embedding of each id.
     """
-    assert settings.query is not None, "the configuration gives a guide both folders"
-    assert settings.document is not None, "the configuration gives a guide both folders"
-    query = _read_table(settings.query, "query_id", _Needed.of(tables, names[:1]))
-    document = _read_table(settings.document, "document_id", _Needed.of(tables, names[1:]))
+    assert settings.query is not None, "the configuration gives a guide its folders"
+    if names:
+        assert settings.document is not None, "the configuration gives a guide both folders"
+        query = _read_table(settings.query, "query_id", _Needed.of(tables, names[:1]))
+        document = _read_table(settings.document, "document_id", _Needed.of(tables, names[1:]))
+    else:
+        query = document = _read_table(settings.query, "sample_id", _Needed.of_samples(tables))
     dims = query.rows.shape[1], document.rows.shape[1]
     if dims[0] != dims[1]:
         raise DataError(
@@ -101,6 +105,12 @@ class _Needed:
                 samples.append(np.repeat(table["sample_id"].to_numpy(), list_lengths(lists)))
         distinct, first = np.unique(np.concatenate(ids), return_index=True)
         return cls(distinct, np.concatenate(samples)[first])
+
+    @classmethod
+    def of_samples(cls, tables: Sequence[pa.Table]) -> "_Needed":
+        """Return the distinct ids of the samples."""
+        ids = np.unique(np.concatenate([table["sample_id"].to_numpy() for table in tables]))
+        return cls(ids, ids)
 
 
 def _read_table(uri: str, role: str, needed: _Needed) -> EmbeddingTable:

@@ -202,9 +202,9 @@ def id_columns(columns: ColumnNames, *, explicit: bool) -> list[str]:
 
 def check_guide(config: RunConfig) -> None:
     """Raise ``DataError`` unless the folders of a guide, if the run has one, hold ids and vectors."""
-    for side in ("query", "document"):
-        if (uri := getattr(config.negatives.guide, side)) is not None:
-            check_embeddings(uri, f"{side}_id")
+    for role, uri in config.negatives.guide.folders(config.data.kind).items():
+        if uri is not None:
+            check_embeddings(uri, role)
 
 
 def check_sizes(config: RunConfig, rows: Mapping[str, int]) -> None:

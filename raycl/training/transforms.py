@@ -26,6 +26,7 @@ from raycl.data.texts import TextFormat, TextsFormat, Tokens
 from raycl.data.weights import WeightFormat
 from raycl.distributed.device_copy import upload
 from raycl.losses.example_ids import ExampleIds
+from raycl.losses.guide import Guide
 from raycl.losses.logq import Frequencies
 from raycl.tokenization import Tokenizer
 from raycl.training.guide import GuideTables
@@ -84,12 +85,12 @@ def build_transform(
     """Return the transform from rows to views; raises ``ConfigError`` for invalid settings."""
     kind = config.data.kind
     if kind == "image":
-        return ImageTransform.of(config)
+        return ImageTransform.of(config, guide)
     if kind == "pairs":
         return PairTransform(explicit=config.negatives.explicit, guide=guide, mined=mined)
     assert tokenizer is not None, "texts need a tokenizer"
     if kind == "text":
-        return TextTransform("text", config, tokenizer, mined)
+        return TextTransform("text", config, tokenizer, mined, guide)
     return ImageTextTransform(ImageTransform.of(config), TextTransform("caption", config, tokenizer, mined))
 
 
@@ -119,7 +120,12 @@ class Draft:
 
 
 class Transform(ABC):
-    """Convert the rows of a batch to encoder inputs, on the host except for ``Draft.make``."""
+    """Convert the rows of a batch to encoder inputs, on the host except for ``Draft.make``.
+
+    A ``guide`` has the embeddings of all rows.
+    """
+
+    guide: GuideTables | None = None
 
     def with_image_size(self, size: int) -> "Transform":
         """Return the transform to images of another size, with the same random draws; texts stay as they are."""
@@ -148,7 +154,12 @@ class Transform(ABC):
     def example_ids(self, batch: Batch) -> ExampleIds:
         """Return the names of queries, keys and negatives, by default the sample ids, and the labels."""
         names = torch.from_numpy(batch.sample_id)[:, None]
-        return ExampleIds(query=names, key=names, label=torch.from_numpy(batch.label))
+        label, guide = torch.from_numpy(batch.label), self._guide_of_samples(batch)
+        return ExampleIds(query=names, key=names, label=label, guide=guide)
+
+    def _guide_of_samples(self, batch: Batch) -> Guide | None:
+        """Return the guide's embeddings of the samples, which both views have."""
+        return None if self.guide is None else self.guide.of(batch.sample_id, batch.sample_id)
 
 
 @final
@@ -162,9 +173,10 @@ class ImageTransform(Transform):
 
     augmentations: tuple[ImageAugmentation, ...]
     seed: int
+    guide: GuideTables | None = None
 
     @classmethod
-    def of(cls, config: RunConfig) -> "ImageTransform":
+    def of(cls, config: RunConfig, guide: GuideTables | None = None) -> "ImageTransform":
         """Return the transform of a run."""
         mean, std = config.normalization
         settings = config.augment.model_dump(exclude={"views", "crop_scale", "mean", "std"})
@@ -180,7 +192,7 @@ class ImageTransform(Transform):
             for views in config.views
             for _ in range(views.count)
         ]
-        return cls(augmentations=tuple(augmentations), seed=config.seed)
+        return cls(augmentations=tuple(augmentations), seed=config.seed, guide=guide)
 
     def with_image_size(self, size: int) -> "ImageTransform":
         """Return the transform to images of another size; crop boxes, colors and blur in pixels are the same.
@@ -225,9 +237,14 @@ class TextTransform(Transform):
     """
 
     def __init__(
-        self, role: str, config: RunConfig, tokenizer: Tokenizer, mined: MinedNegatives | None = None
+        self,
+        role: str,
+        config: RunConfig,
+        tokenizer: Tokenizer,
+        mined: MinedNegatives | None = None,
+        guide: GuideTables | None = None,
     ) -> None:
-        self._role, self._seed, self._mined = role, config.seed, mined
+        self._role, self._seed, self._mined, self.guide = role, config.seed, mined, guide
         changes = config.text_augment.model_dump()
         self._num_prompt_tokens = tokenizer.num_prompt_tokens(config.text.prompt_of(role))
         self._augmentation = TextAugmentation(
@@ -293,7 +310,13 @@ class TextTransform(Transform):
             return super().example_ids(batch)
         shown = [self.shown(batch, number).text_id for number in (0, 1)]
         label, query = torch.from_numpy(batch.label), _columns(shown)
-        ids = ExampleIds(query=query, key=query[:, [1, 0]], label=label, shared_id_space=True)
+        ids = ExampleIds(
+            query=query,
+            key=query[:, [1, 0]],
+            label=label,
+            shared_id_space=True,
+            guide=self._guide_of_samples(batch),
+        )
         return self.with_mined(ids, batch)
 
     def _changed(self, texts: Tokens, batch: Batch, number: int) -> Tensor:

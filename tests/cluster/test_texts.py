@@ -338,6 +338,23 @@ def test_an_earlier_run_guides_a_new_one(click_run: tuple[Path, raycl.RunResult]
     assert all(0 < fraction < 1 for fraction in found)
 
 
+def test_a_run_guides_sentences_by_their_own_embeddings(tmp_path: Path) -> None:
+    texts, vectors = invented_texts(80), np.random.default_rng(0).normal(size=(80, 4)).tolist()
+    pq.write_table(pa.table({"text": texts}), tmp_path / "texts.parquet")
+    pq.write_table(pa.table({"sample_id": range(80), "representation": vectors}), tmp_path / "guide.parquet")
+    guide = {
+        "negatives.guide.query": str(tmp_path / "guide.parquet"),
+        "negatives.guide.margin": 0.5,
+        "encoder.name": "bag_of_subwords",
+        "workers": 1,
+    }
+    data, output = tmp_path / "texts.parquet", tmp_path / "run"
+    raycl.train(run_of("simcse", **guide), data=str(data), output=str(output), quiet=True)
+    found = [line["guide_masked_fraction"] for line in read_metrics(Place(str(output))) if "loss" in line]
+    assert len(found) == 2 * (80 // BATCH_SIZE)
+    assert all(0.05 < fraction < 0.5 for fraction in found)
+
+
 @pytest.mark.drill  # test_prompts.py compares the parts without Ray
 def test_a_run_with_prompts_equals_a_run_on_texts_with_the_prompts(tmp_path: Path) -> None:
     query, document = "ask: ", "a page - "

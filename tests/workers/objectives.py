@@ -206,6 +206,14 @@ def _guided_case(loss: str, plain: Callable[..., Tensor], *, margin: float, stra
     )
 
 
+def _info_nce_guided_views(batch: Batch, **margin: Any) -> Tensor:
+    """Mask the keys of other samples that the guide finds near; both views of a sample have one embedding."""
+    samples, ids = batch.guide[0], (batch.query_id, batch.query_id)
+    nearer = are_nearer(samples, samples, samples, **margin)
+    rows = batch.query, batch.key, batch.temperature
+    return plain_info_nce(*rows, ids=ids, nearer=nearer, weight=batch.weight)
+
+
 def _siglip(batch: Batch) -> Tensor:
     rows = batch.query, batch.key, batch.temperature, batch.bias
     return plain_siglip(*rows, pair_ids=batch.pair_ids, weight=batch.weight)
@@ -331,6 +339,12 @@ CASES = {
         run={"stages.0.logq_correction": "refined"},
     ),
     "clip, guide": _guided_case("clip", _clip_guided, margin=0.05, strategy="absolute"),
+    "info_nce, guide": Case(
+        loss="info_nce",
+        plain=lambda batch: _info_nce_guided_views(batch, margin=0.7),
+        guide={"margin": 0.7},
+        run={"negatives.guide.query": "guide", "negatives.guide.margin": 0.7},
+    ),
     "info_nce of pairs, guide": _guided_case("info_nce", _info_nce_guided, margin=0.1, strategy="relative"),
     "siglip": Case(loss="siglip", plain=_siglip, pairs=True, recipe="two_tower"),
     "dcl": Case(loss="dcl", plain=of_views(plain_dcl)),
@@ -426,6 +440,8 @@ def _guide_of(case: Case, setup: Setup, own: slice, explicit: slice | None) -> G
     if case.guide is None:
         return None
     query, key, negatives = make_guide(setup)
+    if not case.pairs:
+        key = query  # both views of a sample have one embedding
     return Guide.of(query[own], key[own], None if explicit is None else negatives[explicit], **case.guide)
 
 

@@ -81,6 +81,11 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         ("image", "caption", "weight"),
     ),
     "simcse": ("simcse", LEARNED, ("text",)),
+    "simcse with a guide": (
+        "simcse",
+        {"negatives.guide.query": "guide/texts", "negatives.guide.margin": 0.8},
+        ("text",),
+    ),
     "esimcse": ("esimcse", {"negatives.capacity": 40}, ("text",)),
 }
 
