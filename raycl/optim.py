@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, final
 
@@ -16,7 +16,7 @@ Schedule = Callable[[int], float]
 
 
 def build_optimizer(
-    name: Literal["sgd", "adamw", "lars"],
+    name: Literal["sgd", "adamw", "lars", "muon"],
     module: nn.Module,
     *,
     momentum: float = 0.9,
@@ -28,8 +28,8 @@ def build_optimizer(
     """Build an optimizer for ``module``; the learning rate is set at every step.
 
     Biases and normalization weights (all parameters with fewer than two dimensions) have no weight
-    decay and no LARS scaling, as in SimCLR. ``learning_rate_scales`` multiply the learning rate of a
-    parameter, 1 if it is missing.
+    decay and no LARS scaling, as in SimCLR. ``muon`` treats them with AdamW, and embeddings too.
+    ``learning_rate_scales`` multiply the learning rate of a parameter, 1 if it is missing.
     """
     scales, grouped = learning_rate_scales or {}, defaultdict[tuple[bool, float], list[nn.Parameter]](list)
     for parameter in module.parameters():
@@ -48,6 +48,11 @@ def build_optimizer(
         return AdamW(groups, lr=0.0, betas=betas, fused=True)
     if name == "sgd":
         return SGD(groups, lr=0.0, momentum=momentum, fused=True)
+    if name == "muon":
+        tables = {
+            each.weight for each in module.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)
+        }
+        return Muon(groups, momentum=momentum, betas=betas, tables=tables)
     return LARS(groups, momentum=momentum, trust_coefficient=trust_coefficient)
 
 
@@ -118,6 +123,101 @@ def _adapted(parameters: list[Tensor], gradients: list[Tensor], trust_coefficien
     are_given = (of_weights > 0) & (of_gradients > 0)
     ratios = torch.where(are_given, trust_coefficient * of_weights / of_gradients, 1.0)
     return list(torch._foreach_mul(gradients, list(ratios.unbind())))
+
+
+@final
+class Muon(Optimizer):
+    """Orthogonal steps for matrices and filters (Jordan et al., 2024), AdamW for all other parameters.
+
+    The momentum of a matrix, or of a filter as a matrix of its output channels, is replaced by the nearest
+    orthogonal matrix, which five steps of Newton-Schulz approximate. The root mean square of its step is 0.2
+    times the learning rate, about that of AdamW, so that both use one learning rate (Liu et al., 2025). Weight
+    decay is decoupled. Biases, normalization weights, position embeddings and ``tables`` take AdamW's steps.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        *,
+        lr: float = 0.0,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        tables: Collection[Tensor] = (),
+    ) -> None:
+        super().__init__(
+            params, {"lr": lr, "momentum": momentum, "betas": betas, "weight_decay": weight_decay}
+        )
+        self._tables = frozenset(tables)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Perform one step; closures are not supported."""
+        for group in self.param_groups:
+            by_shape = defaultdict[tuple[int, int] | None, list[Tensor]](list)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    by_shape[self._matrix_shape(parameter)].append(parameter)
+            for shape, parameters in by_shape.items():
+                torch._foreach_mul_(parameters, 1.0 - group["lr"] * group["weight_decay"])
+                step = self._adam_step if shape is None else self._orthogonal_step
+                step(group, parameters, [p.grad for p in parameters if p.grad is not None])
+
+    def _matrix_shape(self, parameter: Tensor) -> tuple[int, int] | None:
+        is_matrix = parameter.ndim in (2, 4) and parameter not in self._tables
+        return (len(parameter), parameter[0].numel()) if is_matrix else None
+
+    def _orthogonal_step(
+        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]
+    ) -> None:
+        buffers = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in parameters]
+        torch._foreach_lerp_(buffers, gradients, 1.0 - group["momentum"])
+        ahead = torch._foreach_lerp(gradients, buffers, group["momentum"])  # Nesterov
+        steps = _orthogonalized(torch.stack([each.flatten(1) for each in ahead]))
+        size = -0.2 * max(steps.shape[1:]) ** 0.5 * group["lr"]
+        torch._foreach_add_(
+            parameters, [a.view_as(p) for a, p in zip(steps, parameters, strict=True)], alpha=size
+        )
+
+    def _adam_step(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
+        (first, second), states = group["betas"], [self.state[p] for p in parameters]
+        for state in states:
+            state["step"] = state.get("step", 0) + 1
+        means = [
+            s.setdefault("exp_avg", torch.zeros_like(p)) for s, p in zip(states, parameters, strict=True)
+        ]
+        squares = [
+            s.setdefault("exp_avg_sq", torch.zeros_like(p)) for s, p in zip(states, parameters, strict=True)
+        ]
+        torch._foreach_lerp_(means, gradients, 1.0 - first)
+        torch._foreach_mul_(squares, second)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1.0 - second)
+        roots = torch._foreach_div(
+            torch._foreach_sqrt(squares), [(1.0 - second ** s["step"]) ** 0.5 for s in states]
+        )
+        torch._foreach_add_(roots, 1e-8)
+        sizes = [-group["lr"] / (1.0 - first ** s["step"]) for s in states]
+        torch._foreach_addcdiv_(parameters, means, roots, sizes)
+
+
+def _orthogonalized(matrices: Tensor) -> Tensor:
+    """Approximate the nearest orthogonal matrices of ``matrices`` [number, rows, columns].
+
+    Each step of Newton-Schulz multiplies by a polynomial of the product with the transpose. The polynomials are
+    multiplied first, since that product is small for a filter.
+    """
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    wide = matrices.mT if is_tall else matrices
+    wide = wide / wide.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    gram = wide @ wide.mT
+    identity = 3.4445 * torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
+    product = step = identity + torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+    for _ in range(4):
+        gram = step @ gram @ step
+        step = identity + torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        product = step @ product
+    wide = product @ wide
+    return wide.mT if is_tall else wide
 
 
 def constant(value: float) -> Schedule:

@@ -193,6 +193,20 @@ MUTATIONS = [
         "tests/test_optim.py tests/test_plain_steps.py",
     ),
     Mutation(
+        "muon skips Nesterov's look ahead",
+        "raycl/optim.py",
+        'torch._foreach_lerp(gradients, buffers, group["momentum"])',
+        "list(buffers)",
+        "tests/test_optim.py",
+    ),
+    Mutation(
+        "muon orthogonalizes embeddings",
+        "raycl/optim.py",
+        "parameter.ndim in (2, 4) and parameter not in self._tables",
+        "parameter.ndim in (2, 4)",
+        "tests/test_optim.py",
+    ),
+    Mutation(
         "a batch has a class twice",
         "raycl/data/sampler.py",
         "batch_size // samples_per_class, replace=False)",

@@ -78,6 +78,33 @@ class PlainLars(torch.optim.Optimizer):
                 weight -= group["lr"] * velocity
 
 
+@final
+class PlainMuon(torch.optim.Optimizer):
+    """Muon by the singular values of each matrix's momentum (Jordan et al., 2024); vectors get AdamW."""
+
+    def __init__(self, groups: list[dict[str, Any]], momentum: float, betas: tuple[float, float]) -> None:
+        super().__init__(groups, {"lr": 0.0})
+        self.momentum = momentum
+        self.vectors = torch.optim.AdamW(groups[1]["params"], betas=betas, weight_decay=0.0)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        matrices, vectors = self.param_groups
+        self.vectors.param_groups[0]["lr"] = vectors["lr"]
+        self.vectors.step()
+        for weight in matrices["params"]:
+            mean = self.state[weight].get("mean", torch.zeros_like(weight))
+            mean = self.state[weight]["mean"] = self.momentum * mean + (1 - self.momentum) * weight.grad
+            ahead = self.momentum * mean + (1 - self.momentum) * weight.grad
+            left, values, right = torch.linalg.svd(ahead.flatten(1), full_matrices=False)
+            values = values / values.norm()
+            for _ in range(5):
+                values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+            change = 0.2 * max(len(weight), weight[0].numel()) ** 0.5 * (left * values @ right)
+            weight *= 1 - matrices["lr"] * matrices["weight_decay"]
+            weight -= matrices["lr"] * change.view_as(weight)
+
+
 def plain_network(network: nn.Module, group_size: int) -> nn.Module:
     """Copy a network, with BatchNorm layers replaced by formulas."""
     network = copy.deepcopy(network).double()
@@ -97,6 +124,8 @@ def plain_optimizer(config: RunConfig, parameters: list[nn.Parameter]) -> torch.
     ]
     if settings.name == "lars":
         return PlainLars(groups, settings.momentum)
+    if settings.name == "muon":
+        return PlainMuon(groups, settings.momentum, settings.betas)
     if settings.name == "adamw":
         return torch.optim.AdamW(groups, betas=settings.betas)
     return torch.optim.SGD(groups, momentum=settings.momentum)

@@ -57,6 +57,7 @@ CASES = {
     "simclr": Case("simclr", SMALL),
     "simclr bfloat16": Case("simclr", SMALL | {"precision": "bfloat16"}),
     "simclr lars": Case("simclr", SMALL | {"optimizer.name": "lars"}),
+    "simclr muon": Case("simclr", SMALL | {"optimizer.name": "muon"}),
     "simclr learned temperature": Case("simclr", SMALL | {"learn_temperature": True}),
     "simclr clipped": Case("simclr", SMALL | CLIPPED),
     "simclr averaged": Case("simclr", SMALL | {"ema_decay": 0.2}),

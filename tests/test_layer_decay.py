@@ -57,7 +57,7 @@ def test_a_model_of_hugging_face_decays_by_its_layers(tmp_path: Path) -> None:
     assert [below(scales, f"model.encoder.layer.{n}.") for n in range(3)] == [{DECAY**3}, {DECAY**2}, {DECAY}]
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw", "lars"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "muon"])
 def test_the_first_step_is_scaled_by_block(name: Any) -> None:
     def parameters(scaled: bool) -> Iterator[torch.Tensor]:
         torch.manual_seed(0)

@@ -70,6 +70,89 @@ def test_lars_leaves_parameters_without_a_gradient() -> None:
     assert not module.weight.equal(Parameters().weight)
 
 
+def orthogonalized(matrix: np.ndarray) -> np.ndarray:
+    """Apply the polynomial of Newton-Schulz to the singular values alone."""
+    left, values, right = np.linalg.svd(matrix, full_matrices=False)
+    values = values / np.linalg.norm(values)
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    return left * values @ right
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (6, 2), (4, 3, 2, 2)])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_muon_steps_along_the_orthogonalized_momentum(
+    shape: tuple[int, ...], memory_format: torch.memory_format
+) -> None:
+    if memory_format is torch.channels_last and len(shape) != 4:
+        pytest.skip("a matrix has no channels")
+    rng = np.random.default_rng(0)
+    weights = [
+        nn.Parameter(torch.from_numpy(rng.normal(size=shape)).contiguous(memory_format=memory_format))
+        for _ in range(2)
+    ]
+    optimizer = build_optimizer("muon", nn.ParameterList(weights), momentum=MOMENTUM, weight_decay=DECAY)
+    set_learning_rate(optimizer, RATE)
+    expected, buffers = [each.detach().numpy().copy() for each in weights], [np.zeros(shape)] * 2
+    for _ in range(3):
+        for i, weight in enumerate(weights):
+            gradient = rng.normal(size=shape)
+            weight.grad = torch.from_numpy(gradient.copy())
+            buffers[i] = MOMENTUM * buffers[i] + (1 - MOMENTUM) * gradient
+            ahead = MOMENTUM * buffers[i] + (1 - MOMENTUM) * gradient
+            step = orthogonalized(ahead.reshape(len(ahead), -1)).reshape(shape)
+            longest = max(len(ahead), ahead[0].size)
+            expected[i] = (1 - RATE * DECAY) * expected[i] - RATE * 0.2 * longest**0.5 * step
+        optimizer.step()
+    for weight, value in zip(weights, expected, strict=True):
+        assert weight.detach().numpy() == pytest.approx(value, rel=1e-9)
+
+
+def test_muon_equals_torch_up_to_its_bfloat16() -> None:
+    torch.manual_seed(0)
+    ours, theirs = (nn.Parameter(torch.randn(32, 48)) for _ in range(2))
+    theirs.data.copy_(ours.data)
+    optimizer = build_optimizer("muon", nn.ParameterList([ours]), momentum=0.95, weight_decay=0.1)
+    set_learning_rate(optimizer, 0.01)
+    peer = torch.optim.Muon(
+        [theirs], lr=0.01, momentum=0.95, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+    )
+    before = ours.detach().clone()
+    for _ in range(5):
+        ours.grad = torch.randn(32, 48)
+        theirs.grad = ours.grad.clone()
+        optimizer.step()
+        peer.step()
+    assert (ours - theirs).norm().item() < 0.02 * (ours - before).norm().item()
+
+
+def test_muon_moves_all_but_matrices_as_adamw() -> None:
+    class Learned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.words, self.norm = nn.Embedding(7, 4), nn.LayerNorm(4)
+            self.positions, self.temperature = (
+                nn.Parameter(torch.randn(1, 3, 4)),
+                nn.Parameter(torch.ones(())),
+            )
+            self.unused = nn.Linear(2, 2)
+
+    ours, theirs = Learned(), Learned()
+    peer = build_optimizer("adamw", theirs, betas=(0.8, 0.95), weight_decay=DECAY)
+    optimizer = build_optimizer("muon", ours, betas=(0.8, 0.95), weight_decay=DECAY)
+    for rate in (0.1, 0.02, 0.1):
+        for name, each in ours.named_parameters():
+            if not name.startswith("unused"):
+                each.grad = torch.randn_like(each)
+                theirs.get_parameter(name).grad = each.grad.clone()
+        for each in (optimizer, peer):
+            set_learning_rate(each, rate)
+            each.step()
+    for name, each in ours.named_parameters():
+        torch.testing.assert_close(each, theirs.get_parameter(name), rtol=1e-5, atol=1e-6, msg=name)
+
+
 @pytest.mark.parametrize("max_norm", [0.3, 1e3])
 def test_a_gradient_is_clipped_as_by_torch(max_norm: float) -> None:
     ours, theirs = Parameters(), Parameters()

@@ -263,7 +263,7 @@ def test_a_ring_of_workers_replaces_a_gather(name: str, monkeypatch: pytest.Monk
     assert passed_on.step.launches != gathered.step.launches
 
 
-@pytest.mark.parametrize("name", ["simclr lars", "moco_v2", "instance_discrimination", "clip"])
+@pytest.mark.parametrize("name", ["simclr lars", "simclr muon", "moco_v2", "instance_discrimination", "clip"])
 def test_a_checkpoint_from_a_cpu_resumes_on_a_gpu(name: str) -> None:
     case = CASES[name]
     before = Worker(case, device=CPU)

@@ -37,7 +37,7 @@ from raycl.training.mining import document_bank_spec
 from raycl.training.preflight import check_guide
 from raycl.training.stores import bank_spec
 
-OPTIMIZER_STATES = {"adamw": 2, "sgd": 1, "lars": 1}  # numbers per weight
+OPTIMIZER_STATES = {"adamw": 2, "sgd": 1, "lars": 1, "muon": 2}  # numbers per weight, at most
 _BATCHES = 4  # of decoded rows: two wait, one is in use and one is being made
 _EMBEDDINGS = 8  # copies of the gathered ones: both views, their gradients, and intermediates of the loss
 _TIMEOUT_S = 180.0
