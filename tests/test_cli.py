@@ -275,10 +275,18 @@ def test_small_images_get_a_small_encoder_without_a_gpu(name: str, monkeypatch: 
     encoder = (on_cpu.encoder.name, on_cpu.encoder.stem, on_cpu.encoder.width)
     assert encoder == ("resnet10", "half", 0.5)
     assert on_cpu.augment.crop_scale == (0.2, 1.0)
-    short = {"learning_rate": 0.24} if name == "simclr" else {}
-    assert on_cpu.stages == (papers.stages[0].model_copy(update=short),)
-    kept = {"encoder": papers.encoder, "augment": papers.augment, "stages": papers.stages}
-    assert on_cpu.model_copy(update=kept) == papers
+    with_muon = name == "simclr"
+    assert (on_cpu.optimizer.name == "muon") == with_muon
+    assert (on_cpu.stages == papers.stages) != with_muon
+    kept = {"encoder": papers.encoder, "augment": papers.augment}
+    papers_optimizer = {"optimizer": papers.optimizer, "stages": papers.stages}
+    assert on_cpu.model_copy(update=kept | papers_optimizer) == papers
+    for path, value in {"optimizer.name": "adamw", "stages.0.learning_rate": 0.01}.items():
+        expected = override(on_cpu.model_copy(update=papers_optimizer), {path: value})
+        assert planned(f"{path}={value}") == expected
+        notes.pop()
+    assert planned("optimizer.weight_decay=0.5").optimizer.name == on_cpu.optimizer.name
+    notes.pop()
     assert planned(gpu=True) == papers.model_copy(update={"gpu": True})
     assert planned("encoder.name=resnet34").encoder == EncoderConfig(name="resnet34")
     assert planned("encoder={name: resnet50}").augment == papers.augment
@@ -286,15 +294,15 @@ def test_small_images_get_a_small_encoder_without_a_gpu(name: str, monkeypatch: 
     assert planned("augment.crop_scale=[0.5,1]").augment.crop_scale == (0.5, 1.0)
     assert planned(own=True) == papers
     assert notes[0] == (
-        "without a GPU, images of 32 pixels train a small resnet10 in float32; the paper's encoder is "
-        "--set encoder.name=resnet18"
+        f"without a GPU, images of 32 pixels train a small resnet10 in float32{' with muon' * with_muon}; "
+        "the paper's settings are --set encoder.name=resnet18"
     )
     assert [bool(note) for note in notes] == [True, False, False, False, False, True, False]
     monkeypatch.setattr("raycl.cli.plan.cpu_has_bfloat16", lambda: True)
     assert planned() == on_cpu.model_copy(update={"precision": "bfloat16"})
-    assert "resnet10 in bfloat16;" in notes[-1]
+    assert "resnet10 in bfloat16" in notes[-1]
     assert planned("precision=float32").precision == "float32"
-    assert "resnet10 in float32;" in notes[-1]
+    assert "resnet10 in float32" in notes[-1]
     for size in (16, 65):
         assert planned(size=size) == recipe(name, image_size=size)
     assert (

@@ -48,7 +48,8 @@ def plan_run(
     The image size of a recipe is the shorter side of the first images, at most 224, unless
     ``data.image_size`` is set. Small gray images get other views (:func:`raycl.recipes.images.for_gray`). Without a
     GPU, small images get another encoder (:func:`raycl.recipes.images.for_cpu`), in bfloat16 if this machine's CPU
-    has it, unless one is set or is a module of the user's (``own_encoder``). If ``resumed`` is the output of a run, that
+    has it, unless one is set or is a module of the user's (``own_encoder``), and another optimizer with its learning
+    rate, unless the name of an optimizer or a learning rate is set. If ``resumed`` is the output of a run, that
     encoder keeps the precision with which the run began, since another machine may have another CPU.
     Raises ``ConfigError`` or ``DataError``.
     """
@@ -85,8 +86,17 @@ def plan_run(
     config = recipe(run, image_size=size, gray=gray, on_cpu=not requested.gpu and not is_set)
     if config.encoder != papers.encoder:
         config = config.model_copy(update={"precision": _precision_on_cpu(resumed)})
+    if _is_papers_optimizer(pairs, config):
+        config = config.model_copy(update={"optimizer": papers.optimizer, "stages": papers.stages})
     config = override(config, overrides)
     return RunPlan(config, sources, _departures(config, papers, gray=gray, is_set=is_set))
+
+
+def _is_papers_optimizer(pairs: Mapping[str, Any], config: RunConfig) -> bool:
+    """Return whether settings name another optimizer, or a learning rate, which is meant for the paper's."""
+    if "optimizer.name" in pairs:
+        return pairs["optimizer.name"] != config.optimizer.name
+    return any(key in pairs for key in ("optimizer", "stages", "stages.0", "stages.0.learning_rate"))
 
 
 def _precision_on_cpu(resumed: str | None) -> str:
@@ -104,9 +114,11 @@ def _departures(config: RunConfig, papers: RunConfig, *, gray: bool, is_set: boo
     """Return a line for each departure of a recipe from the paper that the user has not set."""
     size, notes = config.data.image_size, []
     if config.encoder != papers.encoder and not is_set:
+        optimizer = config.optimizer.name
         notes.append(
-            f"without a GPU, images of {size} pixels train a small {config.encoder.name} in "
-            f"{config.tower_precision}; the paper's encoder is --set encoder.name={papers.encoder.name}"
+            f"without a GPU, images of {size} pixels train a small {config.encoder.name} in {config.tower_precision}"
+            f"{f' with {optimizer}' if optimizer != papers.optimizer.name else ''}; the paper's settings are "
+            f"--set encoder.name={papers.encoder.name}"
         )
     if gray and config.augment.rotation > papers.augment.rotation and not config.augment.flip:
         notes.append(

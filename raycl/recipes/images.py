@@ -26,20 +26,25 @@ _LINEAR = HeadConfig(num_layers=1)
 
 
 def for_cpu(config: RunConfig) -> RunConfig:
-    """Return a recipe with the encoder and the crops that train small images best in minutes on two cores.
+    """Return a recipe with the encoder, crops and optimizer that train small images best in minutes on two cores.
 
-    A ResNet-10 of half width whose stem halves the image takes a twentieth of the time of the papers' ResNet-18. It
-    trains SimCLR with twice the learning rate, which is better in short runs.
+    A ResNet-10 of half width whose stem halves the image takes a twentieth of the time of the papers' ResNet-18.
+    SimCLR trains with Muon, which learns more in the same steps than SGD.
     Other encoders, and images that are large or below 24 pixels, stay unchanged.
     """
     if config.encoder.name != "resnet18" or not 24 <= config.data.image_size <= SMALL:
         return config
     encoder = config.encoder.model_copy(update={"name": "resnet10", "stem": "half", "width": 0.5})
     augment = config.augment.model_copy(update={"crop_scale": (0.2, 1.0)})
+    config = config.model_copy(update={"encoder": encoder, "augment": augment})
+    return config if config.recipe != "simclr" else _with_muon(config)
+
+
+def _with_muon(config: RunConfig) -> RunConfig:
+    optimizer = OptimizerConfig(name="muon", momentum=0.95, betas=(0.9, 0.95), weight_decay=0.0)
+    rate = {"learning_rate": 0.02, "learning_rate_scaling": "square_root"}
     (stage,) = config.stages
-    if config.recipe == "simclr":
-        stage = stage.model_copy(update={"learning_rate": 0.24})
-    return config.model_copy(update={"encoder": encoder, "augment": augment, "stages": (stage,)})
+    return config.model_copy(update={"optimizer": optimizer, "stages": (stage.model_copy(update=rate),)})
 
 
 def for_gray(config: RunConfig) -> RunConfig:
