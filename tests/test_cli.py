@@ -162,7 +162,7 @@ def test_the_version_is_printed(raycl) -> None:
     [
         ("train", ["--workers", "--epochs", "--batch-size", "--seed"], "(the recipe's)"),
         ("doctor", ["--workers", "--batch-size"], "(the recipe's)"),
-        ("demo", ["--epochs"], "40"),
+        ("demo", ["--epochs"], "20"),
         ("mine", ["--num-negatives"], "8"),
     ],
 )
