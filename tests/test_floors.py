@@ -133,3 +133,14 @@ def test_data_tasks_import_torch_only_to_resize_photographs() -> None:
         assert "torch" in sys.modules
     """
     subprocess.run([sys.executable, "-c", dedent(task)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("raycl.training.controller", {"torch"}),
+    ],
+)
+def test_a_process_starts_without_what_it_may_not_need(module: str, absent: set[str]) -> None:
+    code = f"import {module}, sys; print(*{absent} & sys.modules.keys())"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == []

@@ -1,8 +1,10 @@
 """The side of Ray Train's controller: its trainer, the outcomes of worker groups, leaked placement groups.
 
-The controller imports this module to unpickle them, so the module imports no code of the workers.
+The controller imports this module to unpickle them, so the module imports neither code of the workers nor torch.
 """
 
+import contextlib
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,11 +13,16 @@ from typing import Any, final
 import ray
 from ray._private import state as ray_state
 from ray.core.generated import gcs_pb2
-from ray.train.torch import TorchTrainer
+from ray.exceptions import GetTimeoutError
+from ray.train import ScalingConfig
+from ray.train._internal.utils import get_address_and_port
+from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal import constants
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.util import TrainingFramework
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -56,8 +63,10 @@ Outcome = Finished | ResizeRequested | Stopped
 
 
 @final
-class RayTrainer(TorchTrainer):
+class RayTrainer(DataParallelTrainer):
     """A ``TorchTrainer`` without two of Ray's callbacks, and with a controller that another process can replace.
+
+    Only the workers import torch, which takes the controller seconds.
 
     The placement group cleaner is a detached actor. Without a dashboard, as in the Ray that raycl starts on
     one machine, it never notices that its controller died and never ends: each crash leaks the workers'
@@ -67,9 +76,10 @@ class RayTrainer(TorchTrainer):
     The data set manager would delay every group, and raycl streams its own data.
     """
 
-    def __init__(self, *args: Any, began: float, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, began: float, scaling_config: ScalingConfig, **kwargs: Any) -> None:
         """``began`` is when the run began, in seconds since 1970."""
-        super().__init__(*args, **kwargs)
+        group = _ProcessGroup(gpu=bool(scaling_config.use_gpu))
+        super().__init__(*args, scaling_config=scaling_config, backend_config=group, **kwargs)
         self._began = began
 
     def _initialize_and_run_controller(self, **controller_init_kwargs: Any) -> Any:
@@ -89,6 +99,65 @@ class RayTrainer(TorchTrainer):
         context = _DataContextOnly(self.train_run_context, datasets={})
         context.began = self._began
         return [context if isinstance(each, DatasetsCallback) else each for each in kept]
+
+
+@final
+@dataclass(frozen=True)
+class _ProcessGroup(BackendConfig):
+    """Ray's ``TorchConfig``, without torch in this process."""
+
+    gpu: bool
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return _TorchBackend
+
+    @property
+    def train_func_context(self) -> Any:
+        return _on_own_gpu
+
+    @property
+    def framework(self) -> Any:
+        return TrainingFramework.TORCH
+
+
+@final
+class _TorchBackend(Backend):
+    """Ray's backend of the same name; a worker calls its functions."""
+
+    share_cuda_visible_devices = True
+
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        address, port = worker_group.execute_single(0, get_address_and_port)
+        worker_group.execute(_join_group, address, port, "nccl" if backend_config.gpu else "gloo")
+
+    def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
+        left = worker_group.execute_async(_leave_group, is_group=len(worker_group) > 1)
+        with contextlib.suppress(GetTimeoutError):
+            ray.get(left, timeout=float(os.environ["TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S"]))
+
+
+def _join_group(address: str, port: int, backend: str) -> None:
+    from ray.train.torch import config
+
+    os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    config._set_torch_distributed_env_vars()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    config._setup_torch_process_group(backend, rank, size, "env://")
+
+
+def _leave_group(*, is_group: bool) -> None:
+    from ray.train.torch import config
+
+    config._shutdown_torch(destroy_process_group=is_group)
+
+
+@contextlib.contextmanager
+def _on_own_gpu() -> Iterator[None]:
+    from ray.train.torch import config
+
+    with config.TorchConfigContextManager():
+        yield
 
 
 @final
