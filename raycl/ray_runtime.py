@@ -142,14 +142,14 @@ def init_ray(address: str, *, debug: bool = False, quiet_core: bool = False) -> 
 
 
 def prestart_ray(address: str | None, *, debug: bool = False) -> None:
-    """Start a Ray on this machine, if one will be, while a thread imports torch: each takes seconds.
+    """Start a Ray on this machine, if one will be, while a thread imports torch and torchvision: each takes seconds.
 
     Ray starts in this thread, because its processes end with the thread that started them. Raises ``RunError``.
     """
     if ray.is_initialized() or (address or os.environ.get("RAY_ADDRESS") or "local") != "local":
         return
     with ThreadPoolExecutor(1) as executor:
-        importing = executor.submit(import_module, "torchvision")
+        importing = executor.submit(import_module, "raycl.models.vision")
         init_ray("local", debug=debug)
         importing.result()
 

@@ -136,7 +136,7 @@ def test_only_a_local_ray_is_started_early(
     if variable is not None:
         monkeypatch.setenv("RAY_ADDRESS", variable)
     prestart_ray(address)
-    assert (imported, entered.is_set()) == (["torchvision"] if starts else [], starts)
+    assert (imported, entered.is_set()) == (["raycl.models.vision"] if starts else [], starts)
 
 
 def test_a_failed_import_is_raised_when_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_a_failed_import_is_raised_when_ray_starts(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(ray_runtime, "import_module", import_module)
     monkeypatch.setattr(ray_runtime, "init_ray", lambda *_, **__: None)
-    with pytest.raises(ImportError, match="no torchvision here"):
+    with pytest.raises(ImportError, match="no raycl.models.vision here"):
         prestart_ray(None)
 
 

@@ -1,10 +1,9 @@
 """The blocks of an encoder, and learning rates by block."""
 
 from torch import nn
-from torchvision.models.resnet import BasicBlock, Bottleneck
-from torchvision.models.vision_transformer import EncoderBlock
 
 from raycl.models.text import HuggingFaceEncoder, TransformerLayer
+from raycl.models.vision import BasicBlock, Bottleneck, EncoderBlock
 
 
 def transformer_blocks(encoder: nn.Module) -> list[nn.Module]:

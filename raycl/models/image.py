@@ -5,12 +5,11 @@ from typing import Any, Literal, final
 
 import torch
 from torch import nn
-from torchvision.models import VisionTransformer
-from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from raycl.errors import ConfigError
 from raycl.models.custom import build_network, output_dim
 from raycl.models.registry import RESNETS, VITS, check_encoder_name
+from raycl.models.vision import BasicBlock, Bottleneck, ResNet, VisionTransformer
 
 Stem = Literal["auto", "small", "half", "standard"]
 SMALL = 64  # pixels: "auto" means the small stem up to this size
