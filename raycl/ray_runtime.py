@@ -126,6 +126,12 @@ def init_ray(address: str, *, debug: bool = False, quiet_core: bool = False) -> 
                 # this constant says that this machine does not belong to a cluster.
                 stack.enter_context(_replaced(ray_constants, "ENABLE_RAY_CLUSTER", False))
             stack.enter_context(_environment(defaults))
+            if address == "local":
+                # Without a dashboard and an autoscaler these processes serve nothing, and Ray waits for the first.
+                stack.enter_context(_replaced(Node, "start_api_server", _name_no_server))
+                stack.enter_context(_replaced(Node, "start_monitor", lambda _: None))
+                if not debug:  # it brings the logs of all processes to this one
+                    stack.enter_context(_replaced(Node, "start_log_monitor", lambda _: None))
             if quiet_core and not debug:
                 stack.enter_context(_replaced(worker, "connect", _quietly(worker.connect)))
             stack.enter_context(_keeping_sigterm())
@@ -281,6 +287,13 @@ def _start_or_join(address: str, *, debug: bool, retries: int = 1) -> Any:
             ) from error
     print("raycl: Ray did not start in time on this busy machine; retrying once", file=sys.stderr, flush=True)
     return _start_or_join(address, debug=debug, retries=retries - 1)
+
+
+def _name_no_server(node: Node, **_: object) -> None:
+    """Give Ray's agent an address, which it would otherwise look for every second, with a line in its log."""
+    key, namespace = ray_constants.DASHBOARD_ADDRESS.encode(), ray_constants.KV_NAMESPACE_DASHBOARD
+    client: Any = node.get_gcs_client()
+    client.internal_kv_put(key, b"127.0.0.1:0", True, namespace)
 
 
 def _kill_half_started(error: BaseException) -> None:

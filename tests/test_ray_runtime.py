@@ -164,6 +164,35 @@ def test_a_local_ray_starts_without_a_preemption_watcher(
     assert os.environ.get(ENABLE_PREEMPTION_WATCHER_ENV_VAR) == given
 
 
+@pytest.mark.parametrize(("debug", "logs"), [(False, False), (True, True)])
+def test_a_local_ray_starts_without_processes_that_serve_nobody(
+    monkeypatch: pytest.MonkeyPatch, fake_init: Any, debug: bool, logs: bool
+) -> None:
+    started = list[str]()
+    helpers = ("start_api_server", "start_monitor", "start_log_monitor")
+    for name in helpers:
+        monkeypatch.setattr(Node, name, lambda _, name=name, **__: started.append(name))
+    put = list[tuple[Any, ...]]()
+    node: Any = Node.__new__(Node)
+    monkeypatch.setattr(
+        Node, "get_gcs_client", lambda _: SimpleNamespace(internal_kv_put=lambda *given: put.append(given))
+    )
+
+    def init() -> object:
+        node.start_monitor()
+        node.start_api_server(include_dashboard=False, raise_on_failure=False)
+        node.start_log_monitor()
+        return JOINED
+
+    fake_init(init)
+    init_ray("local", debug=debug)
+    assert started == ["start_log_monitor"] * logs
+    assert put == [(b"dashboard", b"127.0.0.1:0", True, b"dashboard")]  # for Ray's agent, which waits for it
+    started.clear()
+    init_ray("10.0.0.1:6379", debug=debug)
+    assert started == ["start_monitor", "start_api_server", "start_log_monitor"]
+
+
 @pytest.fixture
 def restored_sigterm() -> Iterator[None]:
     handler = signal.getsignal(signal.SIGTERM)
