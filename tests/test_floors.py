@@ -139,10 +139,10 @@ def test_data_tasks_import_torch_only_to_resize_photographs() -> None:
     ("module", "absent"),
     [
         ("raycl.training.controller", {"torch"}),
-        ("raycl.training.launch", {"torch._dynamo"}),
-        ("raycl.training.loop", {"torch._dynamo"}),
-        ("raycl.inference.embed", {"torch._dynamo"}),
-        ("raycl.evaluation.classification", {"torch._dynamo"}),
+        ("raycl.training.launch", {"torch._dynamo", "scipy"}),
+        ("raycl.training.loop", {"torch._dynamo", "scipy"}),
+        ("raycl.inference.embed", {"torch._dynamo", "scipy"}),
+        ("raycl.evaluation.classification", {"torch._dynamo", "scipy"}),
     ],
 )
 def test_a_process_starts_without_what_it_may_not_need(module: str, absent: set[str]) -> None:

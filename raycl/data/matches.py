@@ -6,8 +6,6 @@ from typing import Generic, NamedTuple, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 from raycl.errors import DataError
 
@@ -139,6 +137,9 @@ class Matches(Generic[Text]):
 
 def _entities(texts_and_ids: NDArray[np.int64], num_texts: int) -> list[int]:
     """Number the connected components of texts by rows of a text and an id, [num_rows, 2]."""
+    from scipy.sparse import coo_array  # not at the start of every worker
+    from scipy.sparse.csgraph import connected_components
+
     ids, place = np.unique(texts_and_ids[:, 1], return_inverse=True)
     size = num_texts + len(ids)
     edges = (texts_and_ids[:, 0], num_texts + place)

@@ -18,7 +18,6 @@ from raycl.data.split import Holdout
 from raycl.display import EvaluationResult
 from raycl.errors import ConfigError, DataError
 from raycl.evaluation.knn import knn_accuracy
-from raycl.evaluation.linear import linear_accuracy
 from raycl.evaluation.raw_pixels import BASELINE_SIZE, raw_pixels
 from raycl.gpus import available_cores
 from raycl.inference.embed import columns_for, embedded_tables, formats_of, representations, row_bytes
@@ -90,6 +89,8 @@ def evaluate(
         with prepared_process(available_cores()):  # its matrix products are faster on some CPUs
             if measure == "knn":
                 return knn_accuracy(*sets[2:], *sets[:2], k=k, temperature=temperature)
+            from raycl.evaluation.linear import linear_accuracy  # its scikit-learn takes a second to import
+
             return linear_accuracy(*sets, labels_per_class=labels_per_class, seed=seed)
 
     def represent(name: str) -> LabeledSet:

@@ -7,8 +7,6 @@ from typing import Self, final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from raycl.distributed import all_sum, gather_detached, num_workers, rank
@@ -223,6 +221,9 @@ def merge_ids(names: NDArray[np.int64], *, shared_id_space: bool = False) -> NDA
         # Number the names of each column separately, so that columns never match.
         columns = [np.unique(column, return_inverse=True)[1] for column in names.T]
         numbers = np.stack([each + place * num_rows for place, each in enumerate(columns)], axis=1)
+    from scipy.sparse import coo_array  # not at the start of every worker
+    from scipy.sparse.csgraph import connected_components
+
     size = num_rows + names.size  # rows, then names
     edges = np.repeat(np.arange(num_rows), num_names), num_rows + numbers.ravel()
     graph = coo_array((np.ones(names.size, bool), edges), shape=(size, size))
