@@ -21,7 +21,7 @@ from raycl.data.images import read_image
 from raycl.errors import ConfigError, DataError, RayclError
 from raycl.inference.embed import Embedder
 from raycl.inference.encoder import load_encoder
-from raycl.models.encoder_io import ImageEncoder, read_encoder
+from raycl.models.encoder_io import ImageEncoder
 from raycl.recipes import recipe
 from raycl.storage import Place
 from tests.encoders import write_images_run
@@ -175,7 +175,7 @@ def embedded(run: str, files: list[bytes]) -> torch.Tensor:
     columns = store_all(formats, {"image": formats["image"].decode_all(files)})
     numbers = pa.array(range(len(files)), pa.int64())
     table = pa.table({**columns, "sample_id": numbers, "label": numbers})
-    return torch.tensor(Embedder(read_encoder(run))(table)["representation"].to_pylist())
+    return torch.tensor(Embedder(load_encoder(run))(table)["representation"].to_pylist())
 
 
 def test_images_of_any_type_get_the_same_embeddings_as_from_embed(run: str, tmp_path: Path) -> None:

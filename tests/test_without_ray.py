@@ -19,7 +19,7 @@ from raycl.inference import reading
 from raycl.inference.embed import embed_to_parquet, embed_values
 from raycl.inference.encoder import read_encoder
 from raycl.inference.reading import MAX_BYTES, connect_unless_small
-from raycl.models.encoder_io import save_encoder
+from raycl.models.encoder_io import SavedEncoder, save_encoder
 from raycl.models.registry import OWN
 from raycl.models.specs import ImageEncoderSpec
 from raycl.storage import Place
@@ -90,6 +90,23 @@ def test_a_small_set_is_evaluated_in_this_process(
     assert result["baseline"]["pixels"] > 0.8
     assert result["top1"] > 0.3
     assert connected == []
+
+
+@pytest.mark.usefixtures("connected")
+def test_the_encoder_of_a_small_set_is_built_once(
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, built = SavedEncoder.build, list[str]()
+    data = str(write_digits(tmp_path / "digits.parquet", 300))
+    monkeypatch.setattr(
+        SavedEncoder,
+        "build",
+        lambda self, *given, **named: built.append(self.uri) or build(self, *given, **named),
+    )
+    embed_to_parquet(run, data, tmp_path / "rows", quiet=True)
+    evaluate("knn", run=run, train=data, test=data, baseline=False, quiet=True)
+    embed_values(digit_files(2)[0], read_encoder(run), quiet=True)
+    assert built == [run] * 3
 
 
 def test_values_of_this_process_are_embedded_in_order(run: str, connected: list[str | None]) -> None:

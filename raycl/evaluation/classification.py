@@ -101,7 +101,7 @@ def evaluate(
             max_invalid_fraction=max_invalid_fraction,
             quiet=quiet,
         ) as decoder:
-            tables = embedded_tables(sources[name], decoder, saved, gpu=gpu, network=network)
+            tables = embedded_tables(sources[name], decoder, saved, encoder, gpu=gpu, network=network)
         return _labeled(representations(tables, encoder.spec.representation_dim), _labels(tables))
 
     train_set, test_set = represent("train"), _with_train_classes(sources, represent("test"))

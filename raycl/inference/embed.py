@@ -85,7 +85,7 @@ def embed_to_parquet(
                 embedded = embed_dataset(decode_source(source, decoder), saved, gpu=gpu, network=network)
                 embedded.write_parquet(path, filesystem=filesystem)
             else:
-                table = pa.concat_tables(embedded_tables(source, decoder, saved, network=network))
+                table = pa.concat_tables(embedded_tables(source, decoder, saved, encoder, network=network))
                 with (place / FILE).create() as stream:
                     pq.write_table(table, stream)
             stats = rows_in(decoder.coordinator)
@@ -121,7 +121,7 @@ def embed_values(
             decoded = decode_dataset(ray.data.from_arrow(blocks), columns, decoder)
             tables = fetch_tables(embed_dataset(decoded, saved, gpu=gpu))
         else:
-            tables = list(map(Embedder(saved), decode_table(table, columns, decoder)))
+            tables = list(map(Embedder(encoder), decode_table(table, columns, decoder)))
     order = np.argsort(np.concatenate([each["sample_id"].to_numpy() for each in tables]))
     return representations(tables, encoder.spec.representation_dim)[order]
 
@@ -130,14 +130,19 @@ def embedded_tables(
     source: Source,
     decoder: Decoder,
     saved: SavedEncoder,
+    encoder: ImageEncoder | TextEncoder,
     *,
     gpu: bool = False,
     network: nn.Module | None = None,
 ) -> list[pa.Table]:
-    """Return the decoded rows of a source with their representations, in order; without Ray in this process."""
+    """Return the decoded rows of a source with their representations, in order; without Ray in this process.
+
+    ``encoder`` is built from ``saved``, and from ``network`` if there is one.
+    """
     if ray.is_initialized():
         return fetch_tables(embed_dataset(decode_source(source, decoder), saved, gpu=gpu, network=network))
-    embedder = Embedder(saved, network=copy.deepcopy(network))  # the user's own module must not change
+    # The user's own module must not change.
+    embedder = Embedder(encoder if network is None else copy.deepcopy(encoder))
     return [embedder(table) for table in decode_here(source.fragments, source.read, decoder)]
 
 
@@ -174,18 +179,19 @@ def embed_dataset(
 class Embedder:
     """Hold the encoder and embed decoded rows, as an actor of the pool or in this process.
 
-    ``saved`` is the encoder, or for an actor a list with a reference to it.
+    ``encoder`` is built, or for an actor a list with a reference to the saved one.
     """
 
     def __init__(
         self,
-        saved: SavedEncoder | list[ray.ObjectRef],
+        encoder: ImageEncoder | TextEncoder | list[ray.ObjectRef],
         use_gpu: bool = False,
         network: nn.Module | None = None,
         trusted: tuple[str, ...] | None = None,
     ) -> None:
-        loaded: SavedEncoder = ray.get(saved[0]) if isinstance(saved, list) else saved
-        encoder = loaded.build(network, trusted=trusted_packages() if trusted is None else trusted)
+        if isinstance(encoder, list):
+            saved: SavedEncoder = ray.get(encoder[0])
+            encoder = saved.build(network, trusted=trusted_packages() if trusted is None else trusted)
         self._encoder: ImageEncoder | TextEncoder = encoder.to("cuda" if use_gpu else "cpu")
         # bfloat16 is twice as fast, and equal to three digits, as in training.
         is_fast = use_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
