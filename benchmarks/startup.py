@@ -25,7 +25,6 @@ from measuring import FOLDER, make_parser, processes, report, summarize, table
 from torch import Tensor, nn
 
 import raycl
-from raycl.demo.digits import write_digits
 from raycl.models.image import build_image_encoder
 from raycl.storage import Place
 
@@ -95,6 +94,9 @@ def main() -> None:
     compileall.compile_dir(Path(raycl.__file__).parent, quiet=1)
     with tempfile.TemporaryDirectory() as folder:
         if options.data is None:
+            # Not in the driver and the workers, which import Marking.
+            from raycl.demo.digits import write_digits
+
             options.data, _ = write_digits(Place(folder))
         runs = [start(options, Path(folder) / f"run-{number}") for number in range(options.repeats)]
     lines = [{"side": side, "seconds": summarize([run[side] for run in runs])} for side in runs[0]]
