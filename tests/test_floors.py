@@ -139,6 +139,7 @@ def test_data_tasks_import_torch_only_to_resize_photographs() -> None:
     ("module", "absent"),
     [
         ("raycl.training.controller", {"torch"}),
+        ("raycl.training.coordinator", {"pyarrow", "pydantic"}),
         ("raycl.training.launch", {"torch._dynamo", "scipy"}),
         ("raycl.training.loop", {"torch._dynamo", "scipy"}),
         ("raycl.inference.embed", {"torch._dynamo", "scipy"}),

@@ -9,8 +9,8 @@ from raycl.distributed import num_workers, rank
 from raycl.distributed.step_timer import PAUSED, StepTimer, counted, phase
 from raycl.errors import StorageError
 from raycl.records import FAILURE, ROLLBACK, MetricsLog
-from raycl.tracking import Trackers, open_trackers
 from raycl.tracking.prometheus import Exporter, Reading
+from raycl.tracking.trackers import Trackers, open_trackers
 from raycl.training.job import Job
 from raycl.training.stages import Position
 

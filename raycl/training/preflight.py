@@ -27,7 +27,7 @@ from raycl.provenance import save_command_line
 from raycl.records import CONFIG, DATA, write_result
 from raycl.storage import Place, absolute
 from raycl.tokenization import Vocabulary
-from raycl.tracking import check_trackers
+from raycl.tracking.trackers import check_trackers
 
 # The settings that a resumed run may change: resources, checkpoints, monitoring and logging. It may also
 # extend the last stage and append further stages.
