@@ -26,6 +26,7 @@ from raycl.cli import bank as cli_bank
 from raycl.cli import serve
 from raycl.data.columns import ColumnNames
 from raycl.data.sources import Source
+from raycl.embedding_snapshot import LATEST, read_snapshot, write_snapshot
 from raycl.errors import ConfigError, DataError, RunError, StorageError
 from raycl.negatives import bank as bank_module
 from raycl.negatives.actor import MemoryBankActor, QueueActor, Update
@@ -40,6 +41,7 @@ from raycl.serve.explorer import Explorer, ReconnectingBank, RunProgress
 from raycl.serve.requests import MAX_BYTES
 from raycl.serve.sample_viewer import SampleViewer, thumbnail
 from raycl.serve.target import columns_of, saved_explorer
+from raycl.storage import Place
 from raycl.training.preflight import column_names
 from tests.images import digit_files, encode, write_digits
 from tests.outputs import evaluation, line_of, write_run, write_snapshots
@@ -632,6 +634,22 @@ def test_embeddings_are_explored_by_their_ids(tmp_path: Path) -> None:
     nearest = found.nearest(7, 39).neighbors
     order = np.argsort(-(rows[1:] @ rows[0]))
     assert [int(each.sample_id) - 8 for each in nearest] == order.tolist()
+
+
+def test_rows_that_are_not_finite_are_neighbors_of_no_sample(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    write_snapshots(folder)
+    place = Place(str(folder))
+    snapshot = read_snapshot(place, LATEST)
+    assert snapshot is not None
+    rows = snapshot.embedding.copy()
+    rows[:3] = np.nan
+    write_snapshot(place, LATEST, replace(snapshot, embedding=rows))
+    found = saved_explorer(str(folder), embeddings=None, data=None)
+    best = found.nearest(9, 60).neighbors
+    assert len(best) == 60 - 4
+    for k in (1, 2, 3, 4):
+        assert found.nearest(9, k).neighbors == best[:k]
 
 
 def test_embeddings_of_several_widths_are_refused(tmp_path: Path) -> None:

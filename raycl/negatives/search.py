@@ -116,6 +116,7 @@ def nearest(rows: Negatives, queries: np.ndarray, k: int, *, without: int | None
     similarities = queries @ units.T  # [num_queries, num_rows]
     if without is not None:
         similarities[:, candidates.sample_id == without] = -np.inf
+    similarities[np.isnan(similarities)] = -np.inf  # of rows that are not finite
     newest = newest_step(rows)
     return [_best(candidates, row, k, newest) for row in similarities]
 
