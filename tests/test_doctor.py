@@ -21,7 +21,15 @@ from raycl.doctor.encoders import check_pools, estimate_encoder
 from raycl.doctor.estimate import ALLOCATOR, CUDA_BYTES
 from raycl.doctor.memory import bank_bytes, check_memory, estimate_memory
 from raycl.doctor.memory_profile import MemoryProfile, peak_bytes, profile_memory
-from raycl.doctor.nodes import Node, NodeAnswer, NodeInfo, network_address, reachable_ports, versions
+from raycl.doctor.nodes import (
+    Node,
+    NodeAnswer,
+    NodeInfo,
+    describe_node,
+    network_address,
+    reachable_ports,
+    versions,
+)
 from raycl.doctor.result import CheckResult
 from raycl.doctor.storage import delete_file, read_files, write_file
 from raycl.errors import ConfigError, StorageError
@@ -55,6 +63,26 @@ def test_a_result_is_one_line_even_if_the_error_has_several() -> None:
     assert (
         str(CheckResult(good=False, name="data", seen="a\n  b", remedy="mend it")) == "✗ data: a b -> mend it"
     )
+
+
+def test_cached_files_of_a_container_count_as_free_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {
+        "proc/meminfo": "MemTotal: 4000000 kB\nMemAvailable: 3500000 kB\n",
+        "sys/fs/cgroup/memory.max": "1000000\n",
+        "sys/fs/cgroup/memory.current": "900000\n",
+        "sys/fs/cgroup/memory.stat": "anon 150000\nfile 750000\ninactive_file 500000\nactive_file 200000\n",
+    }
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    monkeypatch.setattr("raycl.doctor.nodes.Path", lambda path: tmp_path / str(path).lstrip("/"))
+    monkeypatch.setattr("raycl.doctor.nodes.versions", dict)
+    info = describe_node()
+    assert (info.memory, info.free_memory) == (1_000_000, 800_000)
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("max\n")
+    assert describe_node().free_memory == 3_500_000 * 1024
 
 
 def test_the_storage_check_reads_back_its_file_and_deletes_it(tmp_path: Path) -> None:

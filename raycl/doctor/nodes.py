@@ -158,9 +158,12 @@ def _memory() -> tuple[float, float]:
     try:
         limit = float((container / "memory.max").read_text())  # "max" without a limit
         used = float((container / "memory.current").read_text())
-    except (OSError, ValueError):
+        of_kind = dict(line.split() for line in (container / "memory.stat").read_text().splitlines())
+        # The cache of files is freed when processes need the memory; Ray does not count it either.
+        cached = float(of_kind["inactive_file"]) + float(of_kind["active_file"])
+    except (OSError, ValueError, KeyError):
         return total, free
-    return min(total, limit), min(free, limit - used)
+    return min(total, limit), min(free, limit - used + cached)
 
 
 def gpu_memory() -> list[tuple[str, float]]:
