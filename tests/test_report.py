@@ -478,6 +478,25 @@ def test_class_names_are_part_of_the_data(tmp_path: Path) -> None:
     assert re.search(r"a class of a lon(?!g)", page.text)  # truncated on the map
     (tmp_path / "data.json").write_text(json.dumps(data | {"classes": None, "label_names": names}))
     assert "label a class of a long name, 3" in page_of(tmp_path).text
+    (tmp_path / "data.json").write_text(json.dumps(data | {"classes": ["m²", "²", "--5", "٣", *names[4:]]}))
+    assert "label ²" in page_of(tmp_path).text
+
+
+def test_neighbors_without_a_label_count_neither_as_right_nor_as_wrong(tmp_path: Path) -> None:
+    write_snapshots(write_run(tmp_path))
+    run = read_run(str(tmp_path))
+    assert run.probes is not None and run.latest is not None
+    label = run.probes.label.copy()
+    label[label > 4] = -1
+    rows = np.eye(16, dtype=np.float16)[[0] * 60]  # all samples are neighbors, those with low numbers first
+    search = NeighborSearch(replace(run.probes, label=label), replace(run.latest, embedding=rows))
+    neighbors = [[other for other in range(7) if other != query][:6] for query in range(60)]
+    known = [label[each] == label[query] for query in range(60) for each in neighbors[query]
+             if label[query] >= 0 and label[each] >= 0]  # fmt: skip
+    assert search.right_fraction() == pytest.approx(np.mean(known))
+    alone = replace(run.latest, embedding=rows[:1])
+    probes = replace(run.probes, sample_id=run.probes.sample_id[:1], label=label[:1])
+    assert NeighborSearch(probes, alone).right_fraction() is None
 
 
 def test_embeddings_that_are_not_finite_are_skipped_and_counted(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ def draw_map(points: NDArray[np.float64], groups: list[str], *, label: str, name
 
 def _natural_order(name: str) -> tuple[bool, float, str]:
     """Sort 2 before 10."""
-    is_number = name.lstrip("-").isdigit()
+    is_number = re.fullmatch(r"-?\d+", name) is not None
     return (not is_number, float(name) if is_number else 0.0, name)
 
 
@@ -194,14 +195,16 @@ class NeighborSearch:
         ]
 
     def right_fraction(self) -> float | None:
-        """Return the fraction of neighbors with the query's label, or of queries that find their key."""
+        """Return the fraction of labeled neighbors with the query's label, or of queries that find their key."""
         queries = np.flatnonzero(_is_finite(self._snapshot))
         if not self._has_keys:
             queries = queries[self._probes.label[queries] >= 0]
-        if not len(queries):
-            return None
-        is_right = self.search(queries)[2]
-        return float(is_right.any(1).mean() if self._has_keys else is_right.mean())
+        found, cosines, is_right = self.search(queries)
+        if self._has_keys:
+            is_right = np.asarray(is_right.any(1))
+        else:
+            is_right = is_right[(self._probes.label[found] >= 0) & np.isfinite(cosines)]
+        return float(is_right.mean()) if len(is_right) else None
 
     def card(self, sample: int, *, is_key: bool = False) -> SampleCard:
         """Return the card of a sample, or of its key."""
