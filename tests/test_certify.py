@@ -416,6 +416,7 @@ def test_an_edited_certificate_is_found(copy: Path, tmp_path: Path) -> None:
         lambda each: each["recomputed"][0].update(loss=1.0),
         lambda each: each.update(steps=99),
         lambda each: each["checks"].pop(),
+        lambda each: each.update(note="more"),
     ):
         changed = json.loads(json.dumps(values))
         change(changed)
@@ -425,9 +426,10 @@ def test_an_edited_certificate_is_found(copy: Path, tmp_path: Path) -> None:
         assert "was changed after it was written" in str(found)
     file.write_text(json.dumps(values))
     assert raycl.check_certificate(file, copy).is_valid
-    file.write_text("{}")
-    with pytest.raises(DataError, match="is no certificate"):
-        raycl.check_certificate(file, copy)
+    for missing in ({}, {name: value for name, value in values.items() if name != "steps"}):
+        file.write_text(json.dumps(missing))
+        with pytest.raises(DataError, match="is no certificate"):
+            raycl.check_certificate(file, copy)
     with pytest.raises(DataError, match="there is no certificate at"):
         raycl.check_certificate(tmp_path / "none.json", copy)
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, final
 
 from raycl.chain import CHAIN, START, sha256_of_files
@@ -100,6 +100,9 @@ class Certificate(Displayable):
             columns=("step", "checkpoint", "workers", "recorded loss", "in float64", "difference", "equal"),
             rows=rows,
         )
+
+
+_FIELDS = [each.name for each in fields(Certificate)]
 
 
 def certify(run: str, *, steps: int = 4, data: Sequence[str] = ()) -> Certificate:
@@ -199,13 +202,13 @@ def _parsed(place: Place) -> dict[str, Any]:
         found = json.loads(place.read_text())
     except ValueError as error:
         raise DataError(f"{place} is damaged: {error}") from None
-    if not isinstance(found, dict) or not {"sha256", "checks", "files", "chain"} <= found.keys():
+    if not isinstance(found, dict) or not {"sha256", "valid", *_FIELDS} <= found.keys():
         raise DataError(f"{place} is no certificate; make one by raycl certify RUN")
     return found
 
 
 def _known(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name != "valid"}
+    return {name: values[name] for name in _FIELDS}
 
 
 def _check_unchanged(place: Place, found: Mapping[str, Any], values: Mapping[str, Any]) -> str:
