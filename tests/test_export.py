@@ -249,6 +249,21 @@ def test_an_exported_transformers_model_does_not_need_its_original_folder(
 # Images
 
 
+def of_one_layer() -> nn.Module:
+    """Return a network that has its layer under two names."""
+    layer = nn.Conv2d(3, 3, 3)
+    return nn.Sequential(layer, nn.ReLU(), layer, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+def test_a_network_that_uses_a_layer_twice_is_saved_and_loaded(tmp_path: Path) -> None:
+    run = write_images_run(tmp_path, f"{__name__}:of_one_layer", representation_dim=3)
+    torch.manual_seed(0)
+    network = perturbed(of_one_layer())
+    images = torch.rand(4, 3, 32, 32)
+    expected = network(images)
+    torch.testing.assert_close(load_encoder(run, trusted=["tests"])(images), expected)  # pyright: ignore[reportArgumentType]
+
+
 @pytest.mark.parametrize("num_layers", [None, 0, 1])
 @pytest.mark.parametrize(("name", "dim"), [("vit_tiny", 192), ("resnet18", 512)])
 def test_the_named_network_loads_the_weights(

@@ -277,9 +277,9 @@ def _read_tokenizer(output: Place, spec: TextEncoderSpec) -> Tokenizer:
 
 
 def _to_bytes(module: nn.Module) -> bytes:
-    return safetensors.torch.save(
-        {name: value.detach().cpu().contiguous() for name, value in module.state_dict().items()}
-    )
+    # Copies, since safetensors refuses the weights of a layer that a network has under two names.
+    weights = {name: value.detach().cpu().contiguous().clone() for name, value in module.state_dict().items()}
+    return safetensors.torch.save(weights)
 
 
 def _load_weights(network: nn.Module, weights: dict[str, Tensor], uri: str) -> None:
