@@ -224,13 +224,17 @@ def test_an_exported_model_can_be_saved_by_sentence_transformers(name: str, tmp_
     assert torch.equal(vectors(tmp_path / "again"), vectors(tmp_path / "out"))
 
 
-@pytest.mark.parametrize("kind", ["bert", "roberta"])
+@pytest.mark.parametrize(
+    ("kind", "tokens"),
+    [("bert", "own, cls, wordpiece"), ("roberta", "foreign"), ("bert", "foreign"), ("roberta", "own")],
+    ids=["bert", "roberta", "bert, other padding", "roberta, other padding"],
+)
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_an_exported_transformers_model_does_not_need_its_original_folder(
-    kind: str, pooling: str, tmp_path: Path
+    kind: str, tokens: str, pooling: str, tmp_path: Path
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    tokenizer = TOKENIZERS["foreign" if kind == "roberta" else "own, cls, wordpiece"]()
+    tokenizer = TOKENIZERS[tokens]()
     config = {"bert": transformers.BertConfig, "roberta": transformers.RobertaConfig}[kind](
         vocab_size=tokenizer.num_tokens, max_position_embeddings=40, hidden_size=24,
         num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, dtype="bfloat16",

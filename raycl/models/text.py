@@ -254,11 +254,17 @@ class HuggingFaceEncoder(nn.Module):
         """Return representations [batch, dim]; raises ``ConfigError`` for tokens of another vocabulary."""
         rows = PackedTokens.checked(tokens, num_tokens=self._num_tokens, max_length=self._max_length)
         tokens = tokens[:, : rows.length]
-        if self._padding != PADDING:
-            swapped = torch.where(tokens == self._padding, PADDING, tokens)
-            tokens = torch.where(rows.real, swapped, self._padding)
-        output = self.model(input_ids=tokens, attention_mask=rows.real.long()).last_hidden_state
+        output = self.model(
+            input_ids=self.model_ids(tokens), attention_mask=rows.real.long()
+        ).last_hidden_state
         return rows.mean(rows.pack(output)) if self._pooling == "mean" else output[:, 0]
+
+    def model_ids(self, tokens: Tensor) -> Tensor:
+        """Return the model's ids of tokens: its padding id and ``PADDING`` are swapped."""
+        if self._padding == PADDING:
+            return tokens
+        swapped = torch.where(tokens == self._padding, PADDING, tokens)
+        return torch.where(tokens == PADDING, self._padding, swapped)
 
 
 def _check_pooling(pooling: str) -> None:

@@ -4,6 +4,7 @@ The folder uses only networks of ``transformers`` and modules of sentence-transf
 same as raycl's, so loading it needs neither raycl nor ``trust_remote_code``.
 """
 
+import copy
 import inspect
 import json
 import tempfile
@@ -88,7 +89,7 @@ def _modules(encoder: TextEncoder) -> list[_Module]:
     tokens = tokens_by_id(encoder.tokenizer)
     model_arguments: dict[str, Any] = {}
     if isinstance(network, HuggingFaceEncoder):
-        files, model_arguments = _hugging_face_files(network)
+        files, model_arguments = _hugging_face_files(network, raycl_ids(tokens))
         modules = [_pooling(network.model.config.hidden_size, argument(spec, HuggingFaceEncoder, "pooling"))]
     elif isinstance(network, TextTransformer):
         num_heads = argument(spec, TextTransformer, "num_heads")
@@ -159,10 +160,19 @@ def _first(names: tuple[str, ...], tokens: Sequence[str]) -> str:
 # The network
 
 
-def _hugging_face_files(encoder: HuggingFaceEncoder) -> tuple[Files, dict[str, Any]]:
-    """Return the files of ``save_pretrained``, and the arguments for loading them."""
+def _hugging_face_files(encoder: HuggingFaceEncoder, ids: Tensor) -> tuple[Files, dict[str, Any]]:
+    """Return the files of ``save_pretrained``, and the arguments for loading them.
+
+    ``ids`` maps the tokenizer's ids to raycl's, [num_tokens]. The model's own are others if it pads with another token.
+    """
+    model, own = encoder.model, encoder.model_ids(ids)
+    if not torch.equal(own, torch.arange(len(ids))):
+        model = copy.deepcopy(model)
+        with torch.no_grad():
+            vectors = model.get_input_embeddings().weight
+            vectors[: len(ids)] = vectors[own]
     with tempfile.TemporaryDirectory() as folder:
-        encoder.model.save_pretrained(folder)
+        model.save_pretrained(folder)
         files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
     # The encoder removed the pooler; loading must not add a random one.
     has_pooler = "add_pooling_layer" in inspect.signature(type(encoder.model)).parameters
