@@ -1,7 +1,8 @@
 """Activation checkpointing: keep few activations, and compute the others again (Chen et al., 2016)."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -38,35 +39,44 @@ def checkpoint_activations(
         return True
     for start in range(0, len(blocks), every):
         segment = _Segment(blocks[start : start + every])
-        for index, block in enumerate(blocks[start : start + every]):
-            block.forward = segment.skip if index else segment.run
+        for block in blocks[start : start + every]:
+            block.forward = partial(segment.call, block)
     return bool(blocks)
 
 
 @final
 class _Segment:
-    """Consecutive blocks: the first one runs all of them, and the others return their input."""
+    """Consecutive blocks: each waits with its own arguments and returns its input, and the last one runs all of them.
+
+    In the first pass the first block runs alone and shows whether blocks return tuples.
+    """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        self._blocks, self._returns_tuple = blocks, False
+        self._blocks = blocks
+        self._waiting: list[Callable[[Tensor], Any]] = []
+        self._num_outputs: int | None = None  # of a block, 0 for a tensor; None before the first pass
 
-    def run(self, rows: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def call(self, block: nn.Module, rows: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def forward(rows: Tensor) -> Any:
+            return type(block).forward(block, rows, *args, **kwargs)
+
         if not torch.is_grad_enabled():
-            return self._forward(rows, *args, **kwargs)
-        return checkpoint(
-            self._forward, rows, *args, use_reentrant=False, context_fn=self._contexts, **kwargs
-        )
+            return forward(rows)
+        if block is self._blocks[0]:
+            self._waiting = []  # of a pass that failed
+        self._waiting.append(forward)
+        if block is not self._blocks[-1] and self._num_outputs is not None:
+            return (rows, *[None] * (self._num_outputs - 1)) if self._num_outputs else rows
+        ready, self._waiting = self._waiting, []
+        return checkpoint(partial(self._run, ready), rows, use_reentrant=False, context_fn=self._contexts)
 
-    def skip(self, rows: Tensor, *_: Any, **__: Any) -> Any:
-        return (rows,) if self._returns_tuple else rows
-
-    def _forward(self, rows: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, ready: Sequence[Callable[[Tensor], Any]], rows: Tensor) -> Any:
         output: Any = rows
-        for block in self._blocks:
-            output = type(block).forward(block, rows, *args, **kwargs)
-            # Blocks of transformers before 5.0 return a tuple.
-            self._returns_tuple = isinstance(output, tuple)
-            rows = output[0] if self._returns_tuple else output
+        for forward in ready:
+            output = forward(rows)
+            is_tuple = isinstance(output, tuple)  # of some models of transformers
+            self._num_outputs = len(output) if is_tuple else 0
+            rows = output[0] if is_tuple else output
         return output
 
     def _contexts(

@@ -307,4 +307,6 @@ def _load_transformers_model(path: str, *, pretrained: bool) -> Any:
     if getattr(model, "pooler", None) is not None:
         # BERT's extra layer on [CLS] is unused here, and a parameter without gradient would stop DDP.
         model.pooler = None
+    # A decoder would keep the keys and values of all tokens, and add to them in a pass that recomputes activations.
+    model.config.use_cache = False
     return model.float().train()
