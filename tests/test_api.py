@@ -196,6 +196,25 @@ def test_images_of_any_type_get_the_same_embeddings_as_from_embed(run: str, tmp_
     assert encoder.encode([]).shape == (0, encoder.spec.representation_dim)
 
 
+@pytest.mark.filterwarnings("error")
+def test_an_array_of_images_is_encoded_in_batches(run: str) -> None:
+    encoder = load_encoder(run)
+    assert isinstance(encoder, ImageEncoder)
+    images = np.random.default_rng(0).integers(0, 256, (5, 32, 32, encoder.spec.channels), np.uint8)
+    expected, sizes = encoder.encode(list(images)), list[int]()
+    encoder.network.register_forward_hook(lambda _, rows, __: sizes.append(len(rows[0])))
+    read_only = images.copy()
+    read_only.flags.writeable = False
+    for same in (torch.from_numpy(images), read_only, np.ascontiguousarray(images[:, ::-1])[:, ::-1]):
+        torch.testing.assert_close(encoder.encode(same, batch_size=2), expected, rtol=0, atol=1e-5)
+        assert sizes == [2, 2, 1]
+        sizes.clear()
+    for bad in (images[0], images.astype(np.float32), images[..., :0], np.array(["a.jpg"])):
+        with pytest.raises(ConfigError, match="images of a wrong type or shape") as caught:
+            encoder.encode(bad)
+        assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [

@@ -112,6 +112,12 @@ def test_input_that_is_not_text_is_refused(text: Any, cause: str, tmp_path: Path
         load_texts(tmp_path).encode(["sound", text])
 
 
+def test_a_single_text_instead_of_a_list_is_refused(tmp_path: Path) -> None:
+    save(small_config(), tmp_path)
+    with pytest.raises(DataError, match="encode takes a list of texts, came str; put it into a list"):
+        load_texts(tmp_path).encode("sound")
+
+
 def test_a_tokenizer_that_does_not_match_is_refused(tmp_path: Path) -> None:
     save(small_config(), tmp_path)
     other = train_tokenizer(TEXTS * 3, vocabulary_size=300)

@@ -142,7 +142,7 @@ class ImageAugmentation:
         for rows in _chunks(images, size=self.size):
             box, others, matrix = drawn[rows].split([4, 4, self.channels**2], dim=1)
             flip, degrees, sigma, gray_share = others.unbind(1)
-            pixels = resample(_pixels(images[rows]), box, flip > 0, size=self.size)
+            pixels = resample(as_tensor(images[rows]), box, flip > 0, size=self.size)
             if self.rotation:
                 pixels = rotate(pixels, degrees)
             matrix = matrix.unflatten(1, (self.channels, self.channels))
@@ -208,7 +208,7 @@ def center_view(
     upright = torch.zeros(num_images, dtype=torch.bool, device=device)
     shift, scale = (constant(tuple(each), device)[:, None, None] for each in (mean, std))
     for rows in _chunks(images, size=size):
-        pixels = resample(_pixels(images[rows]), boxes[rows], upright[rows], size=size)
+        pixels = resample(as_tensor(images[rows]), boxes[rows], upright[rows], size=size)
         views[rows] = (pixels / 255 - shift) / scale
     return views
 
@@ -228,12 +228,12 @@ def _empty_views(images: Tensor | np.ndarray, *, size: int) -> Tensor:
     return torch.empty(shape, device=device, memory_format=torch.channels_last)
 
 
-def _pixels(images: Tensor | np.ndarray) -> Tensor:
+def as_tensor(images: Tensor | np.ndarray) -> Tensor:
+    """Return images as a tensor; only arrays that torch cannot share are copied."""
     if isinstance(images, Tensor):
         return images
-    # Copy only arrays that torch cannot share: read-only ones from Arrow, or negative strides.
-    images = np.ascontiguousarray(images)
-    return torch.from_numpy(images if images.flags.writeable else images.copy())
+    # Arrays from Arrow are read-only, and reversed channels have a negative stride.
+    return torch.from_numpy(np.require(images, requirements=("C", "W")))
 
 
 def _aspect(aspect: Tensor | np.ndarray | None, *, num_images: int, default: float) -> Tensor:

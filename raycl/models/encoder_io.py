@@ -20,7 +20,8 @@ from PIL import Image
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from raycl.augment.images import center_view
+from raycl.augment.checks import check_images
+from raycl.augment.images import as_tensor, center_view
 from raycl.batchnorm import replace_batchnorm
 from raycl.data.images import ImageFormat, InvalidImageError
 from raycl.errors import ConfigError, DataError, StorageError
@@ -56,9 +57,10 @@ class ImageEncoder(nn.Module):
 
     def prepare(self, images: Tensor | NDArray[Any] | Sequence[Any]) -> Tensor:
         """Resize and normalize uint8 images [batch, height, width, channels], or a list as in ``encode``."""
-        is_batch = isinstance(images, Tensor | np.ndarray)
-        pixels = torch.as_tensor(images if is_batch else self._decode(images, 0)).to(_device_of(self))
-        return center_view(pixels, size=self.spec.image_size, mean=self.spec.mean, std=self.spec.std)
+        pixels = images if isinstance(images, Tensor | np.ndarray) else self._decode(images, 0)
+        check_images(pixels, channels=self.spec.channels)
+        rows = as_tensor(pixels).to(_device_of(self))
+        return center_view(rows, size=self.spec.image_size, mean=self.spec.mean, std=self.spec.std)
 
     @torch.inference_mode()
     def encode(self, images: Tensor | NDArray[Any] | Sequence[Any], *, batch_size: int = 256) -> Tensor:
@@ -66,19 +68,18 @@ class ImageEncoder(nn.Module):
 
         ``images`` are uint8 [num_images, height, width, channels], or a list that may mix paths (local or
         ``s3://``), encoded bytes, Pillow images, and uint8 arrays [height, width, channels] or
-        [height, width]. A list is decoded as ``raycl embed`` does, ``batch_size`` images at a time.
-        Raises ``DataError`` for an image that cannot be used.
+        [height, width]. A list is decoded as ``raycl embed`` does. ``batch_size`` images are encoded at a time.
+        Raises ``DataError`` for an image that cannot be used, and ``ConfigError`` for an array of a wrong type or shape.
         """
-        if isinstance(images, Tensor | np.ndarray):
-            return self.network(self.prepare(images)).float()
         if isinstance(images, str | bytes | os.PathLike | Image.Image):
             raise DataError(
                 f"encode takes a list of images, came {type(images).__name__}; put it into a list"
             )
-        parts = [
-            self.network(self.prepare(self._decode(images[start : start + batch_size], start))).float()
-            for start in range(0, len(images), batch_size)
-        ]
+        parts: list[Tensor] = []
+        for start in range(0, len(images), batch_size):
+            some = images[start : start + batch_size]
+            decoded = some if isinstance(some, Tensor | np.ndarray) else self._decode(some, start)
+            parts.append(self.network(self.prepare(decoded)).float())
         return torch.cat([torch.empty(0, self.spec.representation_dim, device=_device_of(self)), *parts])
 
     def _decode(self, images: Sequence[Any], first: int) -> NDArray[np.uint8]:
@@ -115,7 +116,12 @@ class TextEncoder(nn.Module):
 
     @torch.inference_mode()
     def encode(self, texts: Sequence[str], *, batch_size: int = 256) -> Tensor:
-        """Encode texts after the prompt of the side to float32 [num_texts, representation_dim]."""
+        """Encode texts after the prompt of the side to float32 [num_texts, representation_dim].
+
+        Raises ``DataError`` for a text that cannot be used.
+        """
+        if isinstance(texts, str | bytes):
+            raise DataError(f"encode takes a list of texts, came {type(texts).__name__}; put it into a list")
         parts = [
             self.network(self.prepare(texts[start : start + batch_size])).float()
             for start in range(0, len(texts), batch_size)
