@@ -90,6 +90,16 @@ def test_an_image_is_embedded_by_the_momentum_encoder_if_the_run_has_one(run: Pa
     assert not np.allclose(embedding, by_queries, atol=1e-3)
 
 
+def test_statistics_are_of_the_tower_if_a_pool_encodes_the_keys(run: Path) -> None:
+    config = small_config(**{"momentum_encoder.location": "actors"})
+    (run / "config.yaml").write_text(config_to_yaml(config))
+    key_side, statistics = tower_of(config, seed=2), dict(tower_of(config, seed=1).named_buffers())
+    key_side.load_state_dict(key_side.state_dict() | statistics)
+    (image,), _ = digit_files(1)
+    embedding = load_checkpoint_encoder(str(run)).embed_image(image)
+    np.testing.assert_allclose(embedding, expected(config, key_side, image), atol=1e-6)
+
+
 def test_an_image_is_embedded_by_the_query_tower_if_memory_bank_slots_are_the_keys(tmp_path: Path) -> None:
     config = small_config("instance_discrimination")
     (tmp_path / "config.yaml").write_text(config_to_yaml(config))

@@ -64,6 +64,13 @@ def load_checkpoint_encoder(run: str) -> CheckpointEncoder:
     weights, prefix = opened.state.get("tower", {}), ""
     if "momentum_encoder" in opened.state:
         weights, prefix = opened.state["momentum_encoder"], "tower."
+        if config.uses_key_pool:  # the workers' momentum encoder has normalized few batches or none
+            statistics = {
+                f"tower.{name}": value
+                for name, value in opened.state["tower"].items()
+                if name.endswith(("running_mean", "running_var"))
+            }
+            weights = weights | statistics
     loaded: list[ImageEncoder | TextEncoder] = []
     for network, spec, of_side in opened.towers()[: 2 if config.data.kind == "image_text" else 1]:
         spec = spec.model_copy(update={"projection_head": head})
