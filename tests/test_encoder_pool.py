@@ -191,6 +191,19 @@ def test_an_encoder_that_fails_again_and_again_is_replaced_after_a_delay() -> No
     run(check())
 
 
+def test_a_pool_survives_any_number_of_failures() -> None:
+    async def check() -> None:
+        pool = await pool_of(FakeLauncher(dying=(0,)))
+        pool._failures = 2_000
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("raycl.training.encoder_pool._MAX_DELAY_S", 0.0)
+            assert await pool.encode([10], {}) is None
+            await asyncio.sleep(0.01)
+            assert await pool.encode([10], {}) is not None
+
+    run(check())
+
+
 @pytest.mark.parametrize(("least", "most"), [(1, 3), (0, 2)])
 def test_the_pool_grows_while_callers_wait_for_busy_encoders_and_shrinks_while_they_do_not(
     least: int, most: int

@@ -141,6 +141,8 @@ def test_requests_mix_the_rows_of_several_batches_if_rows_share_statistics() -> 
     batches = list(run.worker.batches(MIXED_BATCHES + 2))
     for batch, number in zip(batches, range(10), strict=False):
         batch.sample_id[:] = np.arange(ROWS) + number * ROWS
+    # Batches of several data sets may be of several passes.
+    batches = [replace(batch, epoch=number % 3) for number, batch in enumerate(batches)]
     settings = StageSettings.of(run.worker.config, run.worker.stage)
     list(run.client.sent_ahead(iter(batches), settings, epoch=0, start=0))
     sent = [request.sample_id for request in run.pool.requests]
@@ -157,6 +159,7 @@ def test_requests_mix_the_rows_of_several_batches_if_rows_share_statistics() -> 
             [batches[n].contents["image"].images[p] for n, p in zip(number, place, strict=True)]
         )
         np.testing.assert_array_equal(request.contents["image"].images, images)
+        np.testing.assert_array_equal(request.epoch, number % 3)
 
 
 def test_an_encoder_normalizes_the_groups_of_a_request_by_themselves() -> None:

@@ -22,13 +22,13 @@ Content = Pixels | Tokens | TokenLists | Ids | NDArray[np.float64]
 class Batch:
     """The contents of some rows by role, such as ``image``, with their ids and labels.
 
-    ``data_set`` is the number of their data set if a run has several.
+    ``epoch`` is one number, or one for each row. ``data_set`` is the number of their data set if a run has several.
     """
 
     contents: Mapping[str, Content]
     sample_id: NDArray[np.int64]
     label: NDArray[np.int64]
-    epoch: int = 0
+    epoch: int | NDArray[np.int64] = 0
     data_set: int = 0
 
     def __len__(self) -> int:

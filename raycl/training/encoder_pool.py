@@ -308,7 +308,7 @@ class PoolActor:
         self._remove(encoder)
         self._failures += 1
         if self._failures > 1:
-            self._not_before = time.monotonic() + min(_MAX_DELAY_S, 2.0**self._failures)
+            self._not_before = time.monotonic() + min(_MAX_DELAY_S, 2.0 ** min(self._failures, 9))
         cause = last_line(error) if isinstance(error, RayTaskError) else first_line(error)
         self._report(f"an encoder of the pool failed ({cause}); {self._num_all} are left")
         self._resize()

@@ -3,7 +3,7 @@
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -277,11 +277,14 @@ def mixed(batches: Sequence[Batch], order: NDArray[np.int64]) -> Batch:
     aspect = np.concatenate([each.aspect for each in pixels])[order]
     sample_id = np.concatenate([batch.sample_id for batch in batches])[order]
     label = np.full(len(order), -1)
-    return replace(batches[0], contents={"image": Pixels(images, aspect)}, sample_id=sample_id, label=label)
+    epoch = np.concatenate([np.full(len(batch), batch.epoch) for batch in batches])[order]
+    contents = {"image": Pixels(images, aspect)}
+    return Batch(contents=contents, sample_id=sample_id, label=label, epoch=epoch)
 
 
 def rows_of(batch: Batch, rows: slice) -> Batch:
     """Return consecutive rows of a batch of images."""
     pixels = pixels_of(batch)
     contents = {"image": Pixels(pixels.images[rows], pixels.aspect[rows])}
-    return replace(batch, contents=contents, sample_id=batch.sample_id[rows], label=batch.label[rows])
+    epoch = batch.epoch if isinstance(batch.epoch, int) else batch.epoch[rows]
+    return Batch(contents=contents, sample_id=batch.sample_id[rows], label=batch.label[rows], epoch=epoch)
