@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import raycl
@@ -79,6 +80,15 @@ def test_the_vit_of_open_clip_has_patches_of_32_pixels() -> None:
     assert network.conv_proj.kernel_size == (32, 32)
     assert network.encoder.pos_embedding.shape[1] == 7 * 7 + 1
     assert len(network.encoder.layers) == 12
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_the_first_patches_of_a_vit_have_the_variance_of_the_pixels(channels: int) -> None:
+    torch.manual_seed(0)
+    network: Any = build_image_encoder("vit_tiny", image_size=32, channels=channels)
+    images = torch.randn(64, channels, 32, 32, generator=torch.Generator().manual_seed(0))
+    assert network.conv_proj(images).std().item() == pytest.approx(1.0, abs=0.03)
+    assert not network.conv_proj.bias.any()
 
 
 def test_settings_apply_on_top_of_a_configuration() -> None:

@@ -1,7 +1,7 @@
 """Image encoders: torchvision's ResNets and ViTs, with variants for small images."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, final
+from typing import Any, Literal, cast, final
 
 import torch
 from torch import nn
@@ -100,6 +100,9 @@ def _build_vit(name: str, image_size: int, channels: int, patch: int, width: flo
     vit = VisionTransformer(image_size, patch, num_layers, num_heads, hidden, 4 * hidden)
     if channels != 3:
         vit.conv_proj = nn.Conv2d(channels, hidden, patch, stride=patch)
+        # As torchvision does for 3.
+        nn.init.trunc_normal_(vit.conv_proj.weight, std=(channels * patch**2) ** -0.5)
+        nn.init.zeros_(cast("nn.Parameter", vit.conv_proj.bias))
     vit.heads = nn.Identity()  # type: ignore[assignment]
     return vit
 
