@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from raycl.errors import ConfigError, StorageError
 from raycl.negatives import KeyQueue, MemoryBank, snapshot, stats
 from raycl.negatives.actor import BankActor, MemoryBankActor, QueueActor, Update
+from raycl.negatives.bank import Bank
 from raycl.negatives.saved_bank import read_saved_bank
 from raycl.negatives.search import checked_query, merge
 from raycl.negatives.snapshot import (
@@ -418,6 +419,22 @@ def test_nearest_is_exact_over_shards_and_slices_and_skips_unwritten_rows(
             assert found.step.tolist() == rows.step[expected].tolist()
             assert found.newest_step == 3
             np.testing.assert_allclose(found.similarity, similarity[expected], atol=1e-6)
+
+
+def test_each_written_row_is_drawn_equally_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = a_spec("memory_bank", tmp_path, num_shards=2)
+    actors, written = actors_of(spec), np.sort(IDS)[:4]
+    for actor, ids in zip(actors, (written[:3], written[3:]), strict=True):
+        actor.push_pull(0, (Update("client", 1, ids, some_rows(len(ids)), 1),), NO_SLOTS)
+    monkeypatch.setattr(
+        "raycl.negatives.bank.ask_all",
+        lambda connections, method, *given: [method(each.actor, *given) for each in connections],
+    )
+    bank = Bank(spec, actors)
+    drawn = np.stack([bank.draw(2) for _ in range(2_000)])
+    assert (drawn[:, 0] != drawn[:, 1]).all()
+    assert [np.mean((drawn == each).any(1)) for each in written] == pytest.approx([0.5] * 4, abs=0.06)
+    assert sorted(bank.draw(9)) == written.tolist() and bank.draw(0).size == 0
 
 
 def test_ties_are_ordered_by_newest_step_and_then_by_smallest_id() -> None:

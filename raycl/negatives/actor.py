@@ -134,9 +134,10 @@ class BankActor(ABC, Generic[Store]):
         return rows[np.flatnonzero(np.isin(rows.sample_id, sample_id))], newest_step(rows)
 
     @_remote
-    def draw(self, num: int) -> np.ndarray:
-        """Return the sample ids of ``num`` random written rows, or of all if there are fewer."""
-        return draw(self.store.negatives(), num)
+    def draw(self, num: int) -> tuple[np.ndarray, int]:
+        """Return the sample ids of ``num`` random written rows, or of all if there are fewer, and the written rows."""
+        rows = self.store.negatives()
+        return draw(rows, num), int((rows.step >= 0).sum())
 
     @_remote
     def nearest(

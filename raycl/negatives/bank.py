@@ -180,8 +180,14 @@ class Bank:
 
     def draw(self, num: int) -> np.ndarray:
         """Return the sample ids of ``num`` random written rows, or of all if there are fewer; a queue may repeat one."""
-        found = np.concatenate(ask_all(self.connections(), BankActor.draw, num))
-        return np.random.default_rng().permutation(found)[:num]
+        found, num_written = zip(*ask_all(self.connections(), BankActor.draw, num), strict=True)
+        rng, ends = np.random.default_rng(), np.cumsum(num_written)
+        # As many of each shard as a draw from all rows gives.
+        shard_of = np.searchsorted(
+            ends, rng.choice(ends[-1], min(num, ends[-1]), replace=False), side="right"
+        )
+        sizes = np.bincount(shard_of, minlength=len(found))
+        return rng.permutation(np.concatenate([ids[:n] for ids, n in zip(found, sizes, strict=True)]))
 
     def nearest(self, query: np.ndarray, k: int = 10) -> list[Neighbors]:
         """Return for each query, [dim] or [n, dim], the k written rows of the highest cosine: exact.
