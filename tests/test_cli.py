@@ -275,7 +275,7 @@ def test_small_images_get_a_small_encoder_without_a_gpu(name: str, monkeypatch: 
     encoder = (on_cpu.encoder.name, on_cpu.encoder.stem, on_cpu.encoder.width)
     assert encoder == ("resnet10", "half", 0.5)
     assert on_cpu.augment.crop_scale == (0.2, 1.0)
-    with_muon = name == "simclr"
+    with_muon = name in ("simclr", "moco_v2")
     assert (on_cpu.optimizer.name == "muon") == with_muon
     assert (on_cpu.stages == papers.stages) != with_muon
     kept = {"encoder": papers.encoder, "augment": papers.augment}
