@@ -61,7 +61,8 @@ def record_run(config: RunConfig, data: Path, output: Path, *, checkpoints: tupl
     vocabulary = None
     if config.has_texts:
         vocabulary = count_tokens(config.text, None, source.columns, [source])
-    described = describe_data([source.uri], [source.num_rows], source.classes, streamed=False)
+    is_streamed = config.data.cache == "stream"
+    described = describe_data([source.uri], [source.num_rows], source.classes, streamed=is_streamed)
     save_run_files(place, config, described, vocabulary)
     by_worker = run_workers(train, config.workers, str(output), checkpoints)
     ids = [list(chain(*of_step)) for of_step in zip(*(each for _, each in by_worker), strict=True)]
@@ -81,7 +82,8 @@ def train(
     rows, device = read_rows(read_record(output)), torch.device("cpu")
     job = rows.with_counted_tokens()
     blocks: Any = [table for tables in job.blocks for table in tables]
-    job = replace(job, fingerprint=fingerprint(*blocks))
+    if job.stream is None:
+        job = replace(job, fingerprint=fingerprint(*blocks))
     runner = StepRunner(job, None, device)
     runner.initialize_bank()
     log = MetricsLog(Place(output))

@@ -22,6 +22,7 @@ from raycl.cli.main import app
 from raycl.config.overrides import override
 from raycl.data.fingerprint import fingerprint
 from raycl.data.sampler import InMemorySampler
+from raycl.data.windows import WindowCutter
 from raycl.errors import ConfigError, DataError
 from raycl.step_replay.certificate import Certificate
 from raycl.storage import Place
@@ -106,6 +107,98 @@ def test_an_untouched_run_passes_all_checks_to_six_digits(run: Path) -> None:
     assert [epoch["drawn"] for epoch in found.epochs] == [160, 160, 160, 64]
     assert {epoch["drawn_twice"] for epoch in found.epochs} == {0}
     assert {epoch["samples"] for epoch in found.epochs} == {found.epochs[0]["samples"]}
+
+
+def write_parts(folder: Path) -> Path:
+    """Write images in three files, each a fragment of a stream."""
+    folder.mkdir()
+    for name, num_images in (("a", 70), ("b", 81), ("c", 50)):
+        write_digits(folder / f"{name}.parquet", num_images, broken=1)
+    return folder
+
+
+STREAM: dict[str, Any] = {"data.cache": "stream", "data.shuffle_buffer_size": 70, "workers": 2}
+
+
+def test_a_streamed_run_passes_the_checks_of_its_samples_and_steps(tmp_path: Path) -> None:
+    config = small_config("moco_v2", {**STREAM, "stages.0.steps": 14})
+    run = record_run(config, write_parts(tmp_path / "data"), tmp_path / "run", checkpoints=(3, 8))
+    found = raycl.certify(run, steps=99)
+    assert found.is_valid, str(found)
+    results = {check.name: check for check in found.checks}
+    assert [name for name, check in results.items() if not check.passed] == ["rows"]
+    assert "no fingerprint of its rows was recorded" in results["rows"].text
+    assert [(each.step, each.updates) for each in found.recomputed] == [
+        (1, 0),
+        (2, 1),
+        (4, 0),
+        (5, 1),
+        (9, 0),
+        (10, 1),
+    ]
+    assert max(each.relative_difference for each in found.recomputed) < 1e-6
+    # 201 rows, three of them broken and some held out: five batches of 32 in an epoch, in windows of two.
+    assert [epoch["drawn"] for epoch in found.epochs] == [160, 160, 128]
+    assert {epoch["drawn_twice"] for epoch in found.epochs} == {0}
+    assert {epoch["samples"] for epoch in found.epochs} == {181}
+
+
+def test_a_streamed_run_of_texts_by_length_is_certified(tmp_path: Path) -> None:
+    texts = pa.table({"text": list(invented_texts(200))})
+    pq.write_table(texts, tmp_path / "texts.parquet", row_group_size=40)
+    words = {"encoder.name": "bag_of_subwords", "encoder.kwargs": {"dim": 16, "hidden_dim": 24}}
+    config = small_config("simcse", {**STREAM, **words, "text.length_buckets": 2})
+    run = record_run(config, tmp_path / "texts.parquet", tmp_path / "run", checkpoints=(3,))
+    found = raycl.certify(run, steps=99)
+    assert found.is_valid, str(found)
+    assert [check.name for check in found.checks if check.passed] == [
+        "chain",
+        "files",
+        "log",
+        "checkpoints",
+        "samples",
+        "steps",
+    ]
+
+
+@pytest.mark.parametrize("change", ["skipped", "twice"])
+def test_a_sample_of_a_stream_that_training_skipped_or_drew_twice_is_found(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = WindowCutter.cut
+
+    def faulty(self: WindowCutter, *given: Any, **named: Any) -> Any:
+        pieces, num_grouped = cut(self, *given, **named)
+        [rows], [following] = pieces[0], pieces[-1]
+        # In place of the first row of the window: one of its last batch, or another one of its first batch again.
+        other = following if change == "skipped" else rows
+        pieces[0] = [pa.concat_tables([rows.slice(1), other.slice(3, 1)])]
+        return pieces, num_grouped
+
+    monkeypatch.setattr(recorded_runs, "run_workers", lambda train, number, *given: [train(0, 1, *given)])
+    config = small_config("simclr", {**STREAM, "workers": 1, "stages.0.steps": 9})
+    data = write_parts(tmp_path / "data")
+    with monkeypatch.context() as patched:
+        patched.setattr(WindowCutter, "cut", faulty)
+        run = record_run(config, data, tmp_path / "run", checkpoints=(3,))
+    found = raycl.certify(run, steps=0)
+    assert failed(found) == ["samples"]
+    assert "up to step 3 the run drew other samples" in str(found)
+
+
+def test_a_streamed_ray_dataset_is_certified_without_its_samples(tmp_path: Path) -> None:
+    data = write_parts(tmp_path / "data")
+    config = small_config("simclr", {**STREAM, "stages.0.steps": 4})
+    run = record_run(config, data, tmp_path / "run", checkpoints=(3,))
+    described = json.loads((run / "data.json").read_text()) | {"data": None}
+    (run / "data.json").write_text(json.dumps(described))
+    names = {"data.json": hashlib.sha256((run / "data.json").read_bytes()).hexdigest()}
+    rewritten(run / CHAIN, lambda links: links[0]["files"].update(names))
+    with_new_hashes(run)
+    found = raycl.certify(run, data=data)
+    assert found.is_valid, str(found)
+    [samples] = [check for check in found.checks if check.name == "samples"]
+    assert samples.passed is None and "streamed a Ray Dataset" in samples.text
 
 
 def test_only_as_many_steps_are_computed_again_as_asked(run: Path) -> None:

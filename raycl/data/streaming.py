@@ -16,7 +16,7 @@ from raycl.data.decode import Decoder, decode_dataset, decode_source
 from raycl.data.in_memory import Batch, InMemoryDataset
 from raycl.data.sampler import BatchShard
 from raycl.data.sources import Source
-from raycl.data.windows import OpenEpoch, Piece, StreamReader, WindowCutter
+from raycl.data.windows import LocalReader, OpenEpoch, Piece, StreamReader, WindowCutter
 from raycl.errors import DataError
 
 
@@ -30,7 +30,7 @@ class StreamingSampler:
     The incomplete last batch of an epoch is dropped. With several ``length_buckets``, texts of similar length form
     a batch, within the window; see :func:`bucketed`. With ``samples_per_class``, as many batches as the window
     allows have whole groups; see :func:`grouped`. ``on_rows`` is called with the decoded rows of this worker's
-    batches before they are used, in the thread that reads.
+    batches before they are used, in the thread that reads. A ``local`` reader reads without Ray.
     """
 
     open_epoch: OpenEpoch
@@ -40,6 +40,7 @@ class StreamingSampler:
     length_buckets: int = 1
     samples_per_class: int | None = None
     on_rows: Callable[[pa.Table], None] | None = None
+    local: LocalReader | None = None
     _reader: StreamReader = field(default_factory=StreamReader, init=False, repr=False, compare=False)
     _counts: Counter[str] = field(default_factory=Counter, init=False, repr=False, compare=False)
 
@@ -65,10 +66,10 @@ class StreamingSampler:
         """
         cutter = self.cutter(share)
         first, skipped = divmod(start, cutter.num_batches)
-        pieces = self._reader.pieces(
+        pieces = (self.local or self._reader).pieces(
             self.open_epoch,
             cutter,
-            rank=share.rank,
+            share=share,
             epoch=epoch,
             first=first,
             continues=continues,
@@ -91,13 +92,13 @@ class StreamingSampler:
     def _batches(
         self, pieces: Iterator[Piece], share: BatchShard, epoch: int, *, is_whole: bool
     ) -> Iterator[Batch]:
-        size, num_grouped = share.local_batch_size, 0
+        size, num_grouped = len(range(share.batch_size)[share.rows]), 0
         for piece in pieces:
             if self.on_rows is not None:
                 self.on_rows(piece.rows)
             rows = InMemoryDataset([piece.rows], self.formats)
             num_grouped += piece.num_grouped
-            self._counts.update(grouped=piece.num_grouped, rows=len(rows) * share.num_workers)
+            self._counts.update(grouped=piece.num_grouped, rows=len(rows) * (share.batch_size // size))
             for begin in range(0, len(rows), size):
                 yield rows.take(np.arange(begin, begin + size), epoch=epoch)
         if self.samples_per_class is not None and is_whole and not num_grouped:
@@ -108,14 +109,18 @@ class StreamingSampler:
             )
 
 
+def fragment_order(source: Source, seed: int, epoch: int) -> list[int]:
+    """Return the numbers of the fragments in the order in which a stream reads them in an epoch."""
+    return np.random.default_rng((seed, epoch)).permutation(len(source.fragments)).tolist()
+
+
 def stream_source(
     source: Source, decoder: Decoder, *, seed: int, kept_whole: frozenset[int] = frozenset()
 ) -> OpenEpoch:
     """Return a function that opens an epoch of a source; see ``decode_source`` for ``kept_whole``."""
 
     def open_epoch(epoch: int) -> ray.data.Dataset:
-        order = np.random.default_rng((seed, epoch)).permutation(len(source.fragments))
-        fragments = tuple(source.fragments[index] for index in order)
+        fragments = tuple(source.fragments[index] for index in fragment_order(source, seed, epoch))
         return decode_source(source, decoder, fragments, kept_whole=kept_whole)
 
     return open_epoch

@@ -5,7 +5,8 @@ import itertools
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
@@ -20,8 +21,9 @@ from raycl.data.codecs import Formats
 from raycl.data.in_memory import InMemoryDataset
 from raycl.data.prefetch import Prefetched
 from raycl.data.sampler import BatchShard, bucketed, grouped
+from raycl.gpus import available_cores
 
-OpenEpoch = Callable[[int], ray.data.Dataset]
+OpenEpoch = Callable[[int], Any]  # its rows: a Ray Dataset, or for a LocalReader the numbers of its fragments
 
 _PIECE_BYTES = 64 * 2**20
 _AHEAD = 2  # prefetched pieces of a worker
@@ -134,7 +136,7 @@ class StreamReader:
         open_epoch: OpenEpoch,
         cutter: WindowCutter,
         *,
-        rank: int,
+        share: BatchShard,
         epoch: int,
         first: int,
         continues: bool,
@@ -142,9 +144,10 @@ class StreamReader:
     ) -> Iterator[Piece]:
         """Yield this worker's pieces of an epoch from window ``first`` on; collective.
 
-        All workers pass equal arguments except for ``rank``. ``continues``: the previous epoch was used to its end.
-        ``has_next``: the next epoch will follow with the same cutter.
+        All workers pass equal arguments except for the rank of ``share``. ``continues``: the previous epoch was used to
+        its end. ``has_next``: the next epoch will follow with the same cutter.
         """
+        rank = share.rank
         wanted = [epoch, epoch + 1] if has_next else [epoch]
         if continues and (cutter, epoch) == (self._cutter, self._next):
             del wanted[0]
@@ -170,6 +173,47 @@ class StreamReader:
             self._actor = broadcast_from_rank_zero(self._actor if rank == 0 else None)
         if rank == 0 and last is not None:
             ray.kill(last)  # now no worker reads from it
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LocalReader:
+    """The pieces of each epoch, read by this process without Ray.
+
+    ``num_rows`` are the numbers of valid rows of the fragments, and ``load`` returns the rows of one. Only the fragments of
+    windows that are used are loaded.
+    """
+
+    num_rows: Sequence[int]
+    load: Callable[[int], pa.Table]
+
+    def pieces(
+        self,
+        open_epoch: OpenEpoch,
+        cutter: WindowCutter,
+        *,
+        share: BatchShard,
+        epoch: int,
+        first: int,
+        continues: bool,
+        has_next: bool,
+    ) -> Iterator[Piece]:
+        """Yield the pieces of an epoch from window ``first`` on, each with the rows of one batch."""
+        ranges = (RowRange(fragment, 0, self.num_rows[fragment], 0.0) for fragment in open_epoch(epoch))
+        for number, window in enumerate(cutter.windows(ranges)):
+            if number < first:
+                continue
+            with ThreadPoolExecutor(available_cores()) as pool:
+                loaded = pool.map(self.load, [part.block for part in window])
+                tables = [
+                    table.slice(part.start, part.stop - part.start)
+                    for part, table in zip(window, loaded, strict=True)
+                ]
+            num_steps = sum(map(len, tables)) // cutter.batch_size
+            pieces, num_grouped = cutter.cut(tables, epoch=epoch, number=number, num_pieces=num_steps)
+            for index, by_worker in enumerate(pieces):
+                rows = pa.concat_tables(by_worker) if share.is_whole else by_worker[share.rank]
+                yield Piece(rows, 0 if index else num_grouped)
 
 
 def _fetch(actor: Any, rank: int, epoch: int, first: int) -> Iterator[Piece]:

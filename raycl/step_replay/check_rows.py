@@ -8,7 +8,7 @@ import numpy as np
 
 from raycl.chain import hash_of_draw
 from raycl.data.fingerprint import fingerprint
-from raycl.errors import DataError
+from raycl.errors import ConfigError, DataError
 from raycl.step_replay.check import Check, checked
 from raycl.step_replay.check_history import History
 from raycl.step_replay.find import drawn_ids
@@ -29,6 +29,10 @@ class DrawnRows:
         yield checked("samples", self._check_samples)
 
     def _check_rows(self) -> str:
+        if self._history.run.streamed:
+            raise ConfigError(
+                "a stream is read as it is trained on, so no fingerprint of its rows was recorded"
+            )
         found = fingerprint(*(table for tables in self._rows.job.blocks for table in tables))  # pyright: ignore[reportArgumentType]
         for link in self._history.starts:
             if link["rows"] != found:
@@ -43,7 +47,7 @@ class DrawnRows:
         for link in self._history.kept:
             if "drawn" in link:
                 bound.setdefault(link["step"], set()).add(link["drawn"])
-        step, total, num_train = 0, 0, sum(self._rows.job.num_train)
+        step, total, num_train = 0, 0, self._rows.num_train
         last = max(bound, default=0)
         of_epoch: list[Any] = []
         for position, ids in islice(drawn_ids(self._rows), last):
@@ -62,10 +66,9 @@ class DrawnRows:
         if of_epoch:
             self.epochs.append(_counted(len(self.epochs), of_epoch, num_train))
         twice = sum(epoch["drawn_twice"] for epoch in self.epochs)
-        # By class, samples are drawn with repetition, and two data sets may have equal ids.
-        is_once = (
-            self._history.run.config.data.samples_per_class is None and len(self._rows.job.num_train) == 1
-        )
+        # By class, samples in memory are drawn with repetition, and two data sets may have equal ids.
+        by_class = self._history.run.config.data.samples_per_class is not None
+        is_once = self._history.run.streamed or (not by_class and len(self._rows.job.num_train) == 1)
         if twice and is_once:
             raise DataError(f"{twice:,} samples were drawn twice in an epoch")
         drawn = sum(epoch["drawn"] for epoch in self.epochs)

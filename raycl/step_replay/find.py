@@ -12,10 +12,9 @@ import numpy as np
 from raycl.data.sampler import BatchShard
 from raycl.display import Displayable, Table
 from raycl.errors import ConfigError, DataError
-from raycl.step_replay.record import RecordedRun, read_record
+from raycl.step_replay.record import RecordedRun, check_in_memory, read_record
 from raycl.step_replay.rows import RunRows, read_rows
 from raycl.training.stages import Position, stage_plans
-from raycl.training.views import build_sampler
 
 KINDS = "max-loss, nan or sample=ID"
 _FAILED_STEP = re.compile(r"(became|not finite).*?(?:at|after) step ([0-9]+)")
@@ -59,6 +58,7 @@ def find_steps(run: str, find: str, *, top: int = 5, data: Sequence[str] = ()) -
         raise ConfigError(f"--top must be at least 1, got {top}")
     record = read_record(run, data=data)
     if kind == "sample":
+        check_in_memory(record)
         return FoundSteps(run=run, find=find, steps=list(_steps_of_sample(read_rows(record), int(value))))
     found = _largest(record, top) if find == "max-loss" else list(_not_finite(record))
     return FoundSteps(run=run, find=find, steps=found)
@@ -69,8 +69,7 @@ def drawn_ids(rows: RunRows) -> Iterator[tuple[Position, Any]]:
 
     Computed from the order of the rows alone; the steps are those that the configuration plans.
     """
-    config = rows.run.config
-    sampler = build_sampler(config, [each.without_contents() for each in rows.data_sets()])
+    config, sampler = rows.run.config, rows.sampler_of_ids()
     plans = stage_plans(config, num_train=rows.job.num_train)
     position = Position()
     for number, plan in enumerate(plans):

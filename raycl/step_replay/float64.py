@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from raycl.losses.objective import Partition, StoreBatch
-from raycl.step_replay.restore import BeforeStep, coming_views
+from raycl.step_replay.restore import BeforeStep
 from raycl.training.step_runner import StepRunner
 from raycl.training.stores import Store
 from raycl.training.views import Views
@@ -24,7 +24,7 @@ def losses_in_float64(before: BeforeStep, num_steps: int) -> list[float]:
     widen(runner)
     losses = [runner.step(in_float64(before.views)).loss]
     while len(losses) < num_steps:
-        losses.append(runner.step(in_float64(next(coming_views(runner)))).loss)
+        losses.append(runner.step(in_float64(next(before.coming))).loss)
     return losses
 
 

@@ -18,7 +18,7 @@ from raycl.storage import Place, absolute
 class RecordedRun:
     """The configuration of a run, the addresses and the number of its rows, its lines of metrics and its result.
 
-    ``data`` is empty for a Ray Dataset. ``lines`` lack the steps that a rollback undid. ``rollback_steps``
+    ``data`` is empty for a Ray Dataset, which has no address, unless they were given. ``lines`` lack the steps that a rollback undid. ``rollback_steps``
     are the steps that the run was rolled back to.
     """
 
@@ -27,6 +27,7 @@ class RecordedRun:
     data: tuple[str, ...]
     num_rows: int
     streamed: bool
+    has_address: bool
     classes: tuple[str, ...] | None
     lines: list[dict[str, Any]]
     rollback_steps: tuple[int, ...]
@@ -78,6 +79,7 @@ def read_record(run: str, *, data: Sequence[str] = ()) -> RecordedRun:
         data=tuple(data or _listed(described.get("data"))),
         num_rows=int(described["num_rows"]),
         streamed=bool(described.get("streamed")),
+        has_address=bool(described.get("data")),
         classes=None if classes is None else tuple(classes),
         lines=_without_undone(lines),
         rollback_steps=tuple(line["step"] for line in lines if line.get("event") == ROLLBACK),
@@ -85,14 +87,23 @@ def read_record(run: str, *, data: Sequence[str] = ()) -> RecordedRun:
     )
 
 
+def check_in_memory(run: RecordedRun) -> None:
+    """Raise ``ConfigError`` if the rows of a run are not held in memory."""
+    if run.streamed:
+        raise ConfigError(
+            "this run cannot be replayed: its data are streamed, and replay reads only rows held in memory"
+        )
+
+
 def check_repeatable(run: RecordedRun, trusted: Collection[str] | None = None) -> None:
-    """Raise ``ConfigError`` if a step depends on more than checkpoints, rows in memory, and hashes.
+    """Raise ``ConfigError`` if a step depends on more than checkpoints, rows, and hashes.
 
     Also if the configuration names code outside the ``trusted`` packages, or the rows have no address.
     """
     config, output = run.config, run.output
     reasons = {
-        "its data are streamed, and replay reads only rows held in memory": run.streamed,
+        "it streamed a Ray Dataset, whose blocks have an order of their own": run.streamed
+        and not run.has_address,
         "a pool of actors encoded its keys with weights of other steps": config.uses_key_pool,
         "its negatives were mined during training, at times that depend on the cluster": config.negatives.mined.num,
         "a guide masks its negatives, which replay does not read": config.negatives.guide.query is not None,

@@ -21,7 +21,7 @@ from raycl.training.views import Views
 @final
 @dataclass(frozen=True, kw_only=True)
 class BeforeStep:
-    """A run before one of its steps: the runner that makes it, and the views of its batch.
+    """A run before one of its steps: the runner that makes it, the views of its batch, and those of ``coming`` steps.
 
     ``checkpoint`` is the name of the checkpoint that the runner began from, None for the start of the run.
     ``first_step`` is the number of the first step that the runner made, and ``learning_rates`` are those of all the
@@ -30,6 +30,7 @@ class BeforeStep:
 
     runner: StepRunner
     views: Views
+    coming: Iterator[Views]
     checkpoint: str | None
     first_step: int
     learning_rates: dict[int, float]
@@ -67,19 +68,24 @@ def train_until(
         _check_bank(config)
         runner.initialize_bank()
     rates: dict[int, float] = {}
-    for views in coming_views(runner):
+    coming = coming_views(runner)
+    for views in coming:
         position = runner.position
         rates[position.step + 1] = runner.plan.learning_rate(position.stage_step)
         if position.step == step - 1:
             return BeforeStep(
                 runner=runner,
                 views=views,
+                coming=coming,
                 checkpoint=checkpoint,
                 first_step=min(rates),
                 learning_rates=rates,
             )
         runner.step(views)
-    raise AssertionError("the plan of a run in memory has exactly its steps")
+    # The invalid rows of a stream are known only at its end.
+    raise ConfigError(
+        f"the run ends before step {step:,}: its data have fewer valid rows than it planned for"
+    )
 
 
 def _with_workers(run: RecordedRun, first: int, last: int, known: int | None) -> RunConfig:

@@ -1,7 +1,9 @@
 """The rows of a run, decoded in this process without Ray."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import final
 
 import numpy as np
@@ -9,27 +11,50 @@ import pyarrow as pa
 
 from raycl.data.decode import Decoder, decode_here
 from raycl.data.in_memory import InMemoryDataset
+from raycl.data.mixed import MixedSampler
+from raycl.data.sampler import InMemorySampler
 from raycl.data.sources import Fragment, RawRows, Source, find_source
+from raycl.data.streaming import StreamingSampler, fragment_order
+from raycl.data.windows import LocalReader
 from raycl.errors import ConfigError, DataError
+from raycl.gpus import available_cores
 from raycl.models.build import load_tokenizer
 from raycl.step_replay.record import RecordedRun, check_repeatable
 from raycl.tokenization import Tokenizer, Vocabulary
-from raycl.training.data_module import hold_out
+from raycl.training.data_module import evaluation_fragments, fragments_kept_whole, hold_out, streamed_ids
 from raycl.training.data_set import count_tokens
 from raycl.training.job import Job
 from raycl.training.preflight import check_pairs, check_sizes, column_names
 from raycl.training.transforms import build_formats
+from raycl.training.views import build_sampler
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class RunRows:
-    """The job of one process on the rows of a run, and where each row came from, by sample id."""
+    """The job of one process on the rows of a run, and where each row came from, by sample id.
+
+    For a stream, ``fragments`` are the ids and labels of the valid training rows of each fragment, with the tokens if they
+    determine the order, and ``where`` is empty.
+    """
 
     run: RecordedRun
     job: Job
     sources: tuple[Source, ...]
     where: dict[int, str]
+    fragments: tuple[pa.Table, ...] = ()
+
+    @property
+    def num_train(self) -> int:
+        """The number of valid training rows."""
+        return sum(map(len, self.fragments)) if self.run.streamed else sum(self.job.num_train)
+
+    def sampler_of_ids(self) -> InMemorySampler | MixedSampler | StreamingSampler:
+        """Return the sampler of the batches of the run, whose batches have ids and labels only."""
+        if self.job.stream is None:
+            return build_sampler(self.run.config, [each.without_contents() for each in self.data_sets()])
+        reader = LocalReader(num_rows=list(map(len, self.fragments)), load=self.fragments.__getitem__)
+        return replace(self.job.stream, formats={}, local=reader)
 
     def data_sets(self) -> list[InMemoryDataset]:
         """Return the training rows of each data set, sorted by id."""
@@ -46,7 +71,7 @@ class RunRows:
 
 
 def read_rows(run: RecordedRun) -> RunRows:
-    """Decode all rows of a run.
+    """Decode all rows of a run; those of a stream again when they are used.
 
     Raises ``ConfigError`` if one process cannot repeat its steps, ``DataError`` if the data are missing or other ones.
     """
@@ -69,6 +94,8 @@ def read_rows(run: RecordedRun) -> RunRows:
     if run.classes is not None:
         sources = [_with_classes(source, run.classes) for source in sources]
     tokenizer = load_tokenizer(run.output.uri) if config.has_texts else None
+    if run.streamed:
+        return _streamed(run, sources[0], tokenizer)
     where: dict[int, str] = {}
     tables = [_decoded(source, run, tokenizer, where) for source in sources]
     holdout = hold_out(config, num_rows, can_be_evaluated=config.has_two_towers or sources[0].has_labels)
@@ -93,6 +120,56 @@ def read_rows(run: RecordedRun) -> RunRows:
         num_samples=len(train_ids) if has_slots else None,
     )
     return RunRows(run=run, job=job, sources=tuple(sources), where=where)
+
+
+def _streamed(run: RecordedRun, source: Source, tokenizer: Tokenizer | None) -> RunRows:
+    """Decode a stream once for the ids of its valid rows; its job decodes the rows of each window again."""
+    config, formats = run.config, build_formats(run.config, tokenizer, source.columns)
+    can_be_evaluated = config.has_two_towers or source.has_labels
+    num_evaluated = sum(fragment.num_rows for fragment in evaluation_fragments(config, source))
+    holdout = hold_out(config, num_evaluated, can_be_evaluated=can_be_evaluated)
+    kept_whole = fragments_kept_whole(config, source)
+
+    def load(number: int) -> pa.Table:
+        fragment = source.fragments[number]
+        keep = None if fragment.first_id in kept_whole else holdout.is_train
+        decoder = Decoder(formats=formats, coordinator=None, keep=keep)
+        return pa.concat_tables(decoder.tables(fragment.name, source.read(fragment)))
+
+    def ids_of(number: int) -> pa.Table:
+        rows, sorts = load(number), config.text.length_buckets > 1
+        is_kept = [name for name in rows.column_names if sorts and name.endswith(".tokens")]
+        return rows.select(["sample_id", "label", *is_kept])
+
+    with ThreadPoolExecutor(available_cores()) as pool:
+        fragments = tuple(pool.map(ids_of, range(len(source.fragments))))
+    num_train = source.num_rows - round(num_evaluated * holdout.test)
+    check_sizes(config, {source.uri: num_train})
+    has_slots = config.negatives.store in ("memory_bank", "partition")
+    sample_id = streamed_ids(config, source, holdout) if has_slots else None
+    job = Job(
+        config=config,
+        output=run.output,
+        blocks=((),),
+        stream=StreamingSampler(
+            open_epoch=partial(fragment_order, source, config.seed),
+            formats=formats,
+            seed=config.seed,
+            shuffle_buffer_size=config.data.shuffle_buffer_size,
+            length_buckets=config.text.length_buckets,
+            samples_per_class=config.data.samples_per_class,
+            local=LocalReader(num_rows=list(map(len, fragments)), load=load),
+        ),
+        num_train=(num_train,),
+        holdout=holdout,
+        coordinator=None,
+        is_evaluated=False,
+        columns=source.columns,
+        vocabulary=None if tokenizer is None else Vocabulary(tokenizer),
+        sample_id=sample_id,
+        num_samples=None if sample_id is None else len(sample_id),
+    )
+    return RunRows(run=run, job=job, sources=(source,), where={}, fragments=fragments)
 
 
 def _with_classes(source: Source, classes: tuple[str, ...]) -> Source:

@@ -9,7 +9,7 @@ from typing import Any, final
 from raycl.display import Displayable, Table
 from raycl.errors import ConfigError, NonFiniteLossError
 from raycl.gpus import available_cores
-from raycl.step_replay.record import RecordedRun, read_record
+from raycl.step_replay.record import RecordedRun, check_in_memory, read_record
 from raycl.step_replay.restore import BeforeStep, train_until
 from raycl.step_replay.rows import read_rows
 from raycl.step_replay.samples import Shown, StepSamples
@@ -167,6 +167,7 @@ def replay(
         raise ConfigError(f"--top must be at least 1, got {top}")
     record = read_record(run, data=data)
     check_config(record.config)
+    check_in_memory(record)
     rows = read_rows(record)
     watched: list[WatchedObjective] = []
 

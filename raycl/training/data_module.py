@@ -97,7 +97,7 @@ class DataModule:
         if not self.is_evaluated:
             return []
         decoder = self._decoder(self._first, self.holdout.is_evaluated, count=self.holdout.is_test)
-        return [self._first.decode(decoder, self._evaluation_fragments())]
+        return [self._first.decode(decoder, self._evaluated)]
 
     def counts(self, steps: Sequence[int]) -> dict[str, dict[str, Any]]:
         """Return the steps and the numbers of rows of each of several data sets by name."""
@@ -119,12 +119,7 @@ class DataModule:
                 "a memory bank and negatives.mined need the ids of all samples before the first step, which a streamed "
                 "dataset does not provide; give the address of the data, or set data.cache=materialize"
             )
-        evaluated = self._evaluation_fragments() if self.holdout.test else ()
-        others = [fragment for fragment in self._first.fragments if fragment not in set(evaluated)]
-        ids = self._first.source.sample_ids(evaluated)
-        return np.unique(
-            np.concatenate([ids[self.holdout.is_train(ids)], self._first.source.sample_ids(others)])
-        )
+        return streamed_ids(self._config, self._first.source, self.holdout)
 
     def check_classes(self, decoded: Sequence[ray.data.Dataset]) -> None:
         """Raise ``ConfigError`` if the classes of a data set's training rows form no batch.
@@ -165,9 +160,7 @@ class DataModule:
                 self._first.dataset, self.columns, decoder, seed=seed, classes=self.classes
             )
         else:
-            first_ids = {fragment.first_id for fragment in self._first.fragments}
-            evaluated = {fragment.first_id for fragment in self._evaluation_fragments()}
-            kept_whole = frozenset(first_ids - evaluated)
+            kept_whole = fragments_kept_whole(self._config, self._first.source)
             opened = stream_source(self._first.source, decoder, seed=seed, kept_whole=kept_whole)
         return StreamingSampler(
             open_epoch=opened,
@@ -205,15 +198,13 @@ class DataModule:
         num_rows = self._num_evaluation_rows() if in_fragments else self.num_rows
         return hold_out(self._config, num_rows, can_be_evaluated=self.can_be_evaluated)
 
-    def _evaluation_fragments(self) -> tuple[Fragment, ...]:
-        """Return enough evenly spaced fragments for the evaluation; all fragments of a small data set."""
-        fragments = self._first.fragments
-        settings = self._config.evaluation
-        enough = EVALUATION_PART * (settings.num_test + settings.num_train)
-        return fragments[:: max(1, self.num_rows // enough)]
+    @property
+    def _evaluated(self) -> tuple[Fragment, ...]:
+        source = self._first.source
+        return () if source is None else evaluation_fragments(self._config, source)
 
     def _num_evaluation_rows(self) -> int:
-        return sum(fragment.num_rows for fragment in self._evaluation_fragments())
+        return sum(fragment.num_rows for fragment in self._evaluated)
 
 
 def _check_columns(data_sets: Sequence[DataSet]) -> None:
@@ -243,6 +234,27 @@ def _share_classes(data_sets: Sequence[DataSet]) -> None:
                 "give integers or text in all data sets"
             )
         each.use_classes(tuple(sorted(names)))
+
+
+def evaluation_fragments(config: RunConfig, source: Source) -> tuple[Fragment, ...]:
+    """Return enough evenly spaced fragments of a stream for the evaluation; all fragments of a small source."""
+    settings = config.evaluation
+    enough = EVALUATION_PART * (settings.num_test + settings.num_train)
+    return source.fragments[:: max(1, source.num_rows // enough)]
+
+
+def fragments_kept_whole(config: RunConfig, source: Source) -> frozenset[int]:
+    """Return the first ids of the fragments of a stream that no row is held out of."""
+    evaluated = {fragment.first_id for fragment in evaluation_fragments(config, source)}
+    return frozenset({fragment.first_id for fragment in source.fragments} - evaluated)
+
+
+def streamed_ids(config: RunConfig, source: Source, holdout: Holdout) -> NDArray[np.int64]:
+    """Return the distinct training ids of a stream, sorted, ids of invalid rows as well."""
+    evaluated = evaluation_fragments(config, source) if holdout.test else ()
+    others = [fragment for fragment in source.fragments if fragment not in set(evaluated)]
+    ids = source.sample_ids(evaluated)
+    return np.unique(np.concatenate([ids[holdout.is_train(ids)], source.sample_ids(others)]))
 
 
 def hold_out(config: RunConfig, num_rows: int, *, can_be_evaluated: bool) -> Holdout:

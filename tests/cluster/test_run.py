@@ -531,6 +531,21 @@ def test_one_process_reads_all_epochs_of_a_stream(streamed: Finished) -> None:
     assert len(set().union(*streamed.seen.readers)) == 1
 
 
+def test_a_streamed_run_is_certified(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Many fragments; no row of most of them is held out.
+    monkeypatch.setattr("raycl.data.sources.ROWS_PER_FRAGMENT", 64)
+    monkeypatch.setattr("raycl.training.data_module.EVALUATION_PART", 1)
+    settings = {**STREAMED, "evaluation.num_test": 30, "evaluation.num_train": 90}
+    result = raycl.train(small_run(**settings), data=str(data), output=str(tmp_path / "run"), quiet=True)
+    certificate = raycl.certify(tmp_path / "run", steps=99)
+    assert certificate.is_valid, str(certificate)
+    assert [check.name for check in certificate.checks if not check.passed] == ["rows"]
+    assert [each.step for each in certificate.recomputed][:2] == [1, 2]
+    assert max(each.relative_difference for each in certificate.recomputed if not each.updates) < 1e-6
+    assert sum(epoch["drawn"] for epoch in certificate.epochs) == 70 * result.steps
+    assert {epoch["drawn_twice"] for epoch in certificate.epochs} == {0}
+
+
 @pytest.mark.drill
 def test_a_streamed_run_changes_its_workers_within_an_epoch(data: Path, tmp_path: Path) -> None:
     kwargs = {"channels": 1, "dropout": 0.0}  # each worker drops others
@@ -550,6 +565,9 @@ def test_a_streamed_run_changes_its_workers_within_an_epoch(data: Path, tmp_path
     lines = read_metrics(Place(str(tmp_path / "resized")))
     num_steps = {num: sum(line["workers"] == num for line in lines if "loss" in line) for num in (1, 2)}
     assert num_steps[2] > 8 > num_steps[1] > 0  # an epoch has eight steps
+    certificate = raycl.certify(tmp_path / "resized", steps=99)
+    assert certificate.is_valid, str(certificate)
+    assert {each.workers for each in certificate.recomputed} == {1, 2}
 
 
 @pytest.mark.drill
