@@ -209,20 +209,29 @@ def test_living_nodes_with_all_resources_of_a_worker_have_room() -> None:
     assert nodes_with_room(nodes, {"CPU": 2.0, "GPU": 1.0}) == dict.fromkeys(["large", "equal"], "10.0.0.1:1")
 
 
-def test_a_node_is_claimed_once_and_no_more_than_allowed_while_dead_ones_do_not_count() -> None:
+def test_nodes_get_processes_once_and_no_more_than_allowed_while_dead_ones_do_not_count() -> None:
     coordinator = RunCoordinator()
-    assert coordinator.claim_standby_nodes(["own"], most=1) == ["own"]
-    assert coordinator.claim_standby_nodes(["own"], most=1) == []
-    assert coordinator.claim_standby_nodes(["a", "own", "b", "c"], most=3) == ["a", "b"]
-    assert coordinator.claim_standby_nodes(["a", "own", "b", "c"], most=3) == []
-    assert coordinator.claim_standby_nodes(["own", "b", "c", "d"], most=3) == ["c"]  # "a" is gone
+    coordinator.add_standby_node("own")
+    assert coordinator.nodes_without_standby(["a", "own", "b", "c"], most=3) == ["a", "b"]
+    coordinator.add_standby_node("a")
+    coordinator.add_standby_node("b")
+    assert coordinator.nodes_without_standby(["a", "own", "b", "c"], most=3) == []
+    assert coordinator.nodes_without_standby(["own", "b", "c", "d"], most=3) == ["c"]  # "a" is gone
 
 
-def test_the_first_worker_asks_each_other_node_once_as_nodes_join(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("refused", [[], ["a:1"], ["b:1"]])
+def test_the_first_worker_asks_each_other_node_until_it_agrees_as_nodes_join(
+    refused: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     coordinator = RunCoordinator()
-    coordinator.claim_standby_nodes(["own"], most=1)
+    coordinator.add_standby_node("own")
     asked: list[tuple[int, str]] = []
-    looks = iter([["own", "a"], ["own", "a"], ["own", "a", "b", "c", "d"]])
+    every = ["own", "a", "b", "c", "d"]
+    looks = iter([["own", "a"], ["own", "a"], every, every])
+
+    def request(number: int, address: str) -> bool:
+        asked.append((number, address))
+        return asked.count((number, address)) > refused.count(address)
 
     class Thread:
         def __init__(self, target: Callable[[], None], *, name: str, daemon: bool) -> None:
@@ -231,25 +240,27 @@ def test_the_first_worker_asks_each_other_node_once_as_nodes_join(monkeypatch: p
 
     def sleep(seconds: float, slept: list[float] = []) -> None:  # noqa: B006
         slept.append(seconds)
-        if len(slept) == 4:
+        if len(slept) == 5:
             raise EndOfTest
 
     def nodes() -> list[dict[str, Any]]:
         return [node(name, CPU=2.0) | {"NodeManagerAddress": name} for name in next(looks)]
 
-    claim = SimpleNamespace(remote=coordinator.claim_standby_nodes)
+    actor = SimpleNamespace(
+        nodes_without_standby=SimpleNamespace(remote=coordinator.nodes_without_standby),
+        add_standby_node=SimpleNamespace(remote=coordinator.add_standby_node),
+    )
     monkeypatch.setattr("threading.Thread", Thread)
     monkeypatch.setattr("raycl.training.standby.time.sleep", sleep)
     monkeypatch.setattr("ray.nodes", nodes)
     monkeypatch.setattr("ray.get", lambda value, timeout: value)
     context = SimpleNamespace(get_assigned_resources=lambda: {"CPU": 2.0})
     monkeypatch.setattr("ray.get_runtime_context", lambda: context)
-    monkeypatch.setattr(
-        "raycl.training.standby.request_standby", lambda number, address: asked.append((number, address))
-    )
+    monkeypatch.setattr("raycl.training.standby.request_standby", request)
     with pytest.raises(EndOfTest):
-        stand_by_elsewhere(SimpleNamespace(claim_standby_nodes=claim), 2, workers=2, began=0.0)
-    assert asked == [(2, "a:1"), (2, "b:1"), (2, "c:1")]  # four nodes in all for two workers
+        stand_by_elsewhere(actor, 2, workers=2, began=0.0)
+    # Four nodes in all for two workers; a node that refused is asked again.
+    assert sorted(asked) == sorted((2, address) for address in ["a:1", "b:1", "c:1", *refused])
 
 
 class EndOfTest(BaseException):

@@ -87,17 +87,16 @@ class RunCoordinator:
         """Return the age of the last heartbeat."""
         return time.monotonic() - self._last_heartbeat
 
-    def claim_standby_nodes(self, nodes: Sequence[str], most: int) -> list[str]:
-        """Return those of the nodes that no worker has claimed, until ``most`` of them are claimed.
+    def add_standby_node(self, node: str) -> None:
+        """Record that this node has processes that replace lost ones, or was asked for them by its own worker."""
+        if node not in self._standby_nodes:
+            self._write("add_standby_node", node)
+        self._standby_nodes.add(node)
 
-        A worker claims a node before it asks for processes there that replace lost ones.
-        """
-        claimed = self._standby_nodes.intersection(nodes)
-        new = [node for node in nodes if node not in claimed][: max(0, most - len(claimed))]
-        if new:
-            self._write("claim_standby_nodes", new, len(new))
-        self._standby_nodes.update(new)
-        return new
+    def nodes_without_standby(self, nodes: Sequence[str], most: int) -> list[str]:
+        """Return those of the nodes that were not recorded: so many that ``most`` of the nodes will be."""
+        known = self._standby_nodes.intersection(nodes)
+        return [node for node in nodes if node not in known][: max(0, most - len(known))]
 
     def rows(self, prefix: str = "") -> ReadStats:
         """Return the counts over all fragments whose names begin with ``prefix``."""

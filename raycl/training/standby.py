@@ -1,7 +1,7 @@
 """Processes that stand ready to replace lost ones, so that a group starts without new processes and their imports.
 
 Each worker and controller asks Ray on its node for an idle process with its own environment, which imports the modules
-that it will need. The first worker asks on other nodes with room for a worker too, once for each node and run. Ray gives
+that it will need. The first worker asks on other nodes with room for a worker too, until Ray agrees, once for each node and run. Ray gives
 idle processes of the same job and environment to new actors. A process that cannot be had costs time only: Ray then starts
 one when it is needed.
 """
@@ -65,7 +65,8 @@ def stand_by(number: int = 1, *, began: float) -> None:
 def stand_by_elsewhere(coordinator: Any, number: int = 1, *, workers: int, began: float) -> None:
     """Ask for processes on other nodes with room for this actor, at the time of :func:`stand_by` and as nodes join.
 
-    Each node is asked once in a run, and twice as many nodes as ``workers`` at most, those of the workers included.
+    A node that agreed is not asked again in a run. Twice as many nodes as ``workers`` are asked at most, those of the workers
+    included.
     """
 
     def look() -> None:
@@ -74,9 +75,10 @@ def stand_by_elsewhere(coordinator: Any, number: int = 1, *, workers: int, began
             # Ray restarts a dead coordinator; the next look asks it again.
             with contextlib.suppress(Exception):
                 nodes = nodes_with_room(ray.nodes(), ray.get_runtime_context().get_assigned_resources())
-                new = coordinator.claim_standby_nodes.remote(list(nodes), most=2 * workers)
+                new = coordinator.nodes_without_standby.remote(list(nodes), most=2 * workers)
                 for node in ray.get(new, timeout=_TIMEOUT_S):
-                    request_standby(number, address=nodes[node])
+                    if request_standby(number, address=nodes[node]):
+                        coordinator.add_standby_node.remote(node)
             time.sleep(_LOOK_S)
 
     threading.Thread(target=look, name="raycl-standby", daemon=True).start()
