@@ -113,6 +113,12 @@ def failures(output: Place) -> list[dict[str, Any]]:
     return [{key: line[key] for key in keys} for line in read_metrics(output) if line.get("event") == FAILURE]
 
 
+def reported_failures(output: Place) -> set[int]:
+    """Return when the groups of workers were lost that have a line, in whole seconds since 1970."""
+    lines = read_metrics(output) if (output / METRICS).exists() else []
+    return {line["failed_at"] for line in lines if "failed_at" in line}
+
+
 def run_name(output: Place) -> str:
     """Return the name of a run: its folder, and also the parent folder if that is just ``run``, as in the demo."""
     if output.name != "run":

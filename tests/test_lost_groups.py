@@ -45,7 +45,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
         monkeypatch.setattr(driver, name, nothing)
     for name in ("notices_of", "steps_made", "remove_leaked_placement_groups"):
         monkeypatch.setattr(driver, name, lambda *_: None)
-    monkeypatch.setattr(driver, "_failure", lambda job, text: None)
+    monkeypatch.setattr(driver, "_failure", lambda job, text, started: None)
 
     def start(*groups: Callable[[], Any]) -> list[str]:
         left, reports = list(groups), list[str]()

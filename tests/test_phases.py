@@ -11,7 +11,7 @@ import torch
 from raycl.config.schema import CheckpointConfig
 from raycl.distributed.step_timer import PAUSED, REST, StepTimer, counted, phase
 from raycl.recipes import recipe
-from raycl.records import failures, read_metrics, wall_seconds
+from raycl.records import MetricsLog, failures, read_metrics, wall_seconds
 from raycl.storage import Place
 from raycl.training.checkpoint import Checkpointer, next_interval_s
 from raycl.training.driver import _failure as lose_group
@@ -203,21 +203,32 @@ def test_goodput_counts_no_step_of_a_lost_group(manual_clock: ManualClock, tmp_p
 
 
 def test_a_group_lost_before_its_first_step_adds_to_the_failure_before_it(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def job(failure: Failure | None, **progress: float) -> Any:
+    output = Place(str(tmp_path))
+
+    def lose(text: str, failure: Failure | None, **progress: float) -> Failure:
         progress_of = SimpleNamespace(remote=lambda: progress)
-        return SimpleNamespace(
-            coordinator=SimpleNamespace(progress=progress_of), began=100.0, failure=failure
+        # A resumed run: it began at 20, without the time in which no driver ran.
+        job: Any = SimpleNamespace(
+            coordinator=SimpleNamespace(progress=progress_of), began=20.0, failure=failure, output=output
         )
+        return lose_group(job, text, started=100.0)
 
     monkeypatch.setattr("raycl.training.driver.ray", SimpleNamespace(get=lambda value, timeout: value))
-    at_once = lose_group(job(None), "no node")
+    at_once = lose("no node", None)
     assert at_once == Failure(text="no node", step=0, seconds=0.0, time=100.0)
-    first = lose_group(job(at_once, step=16, seconds=80.0, time=190.0), "worker 1 died")
+    first = lose("worker 1 died", at_once, step=16, seconds=80.0, time=190.0)
     assert first == Failure(text="worker 1 died", step=16, seconds=80.0, time=190.0)
-    again = lose_group(job(first, step=16, seconds=80.0, time=190.0), "no node")
+    again = lose("no node", first, step=16, seconds=80.0, time=190.0)
     assert again == Failure(text="worker 1 died; no node", step=16, seconds=80.0, time=190.0)
+    assert lose("no node", first) == again
+    # The next group made a step and reported the failure; then the coordinator was restarted, and lost the progress.
+    log = MetricsLog(output)
+    log.write({"step": 10, "event": "failure", "failed_at": 190})
+    log.flush()
+    monkeypatch.setattr("raycl.training.driver.time.time", lambda: 250.0)
+    assert lose("worker 0 died", again) == Failure(text="worker 0 died", step=0, seconds=0.0, time=250.0)
 
 
 @pytest.mark.parametrize(

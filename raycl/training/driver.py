@@ -19,11 +19,18 @@ from ray.train import RunConfig as TrainRunConfig
 
 from raycl.config import RunConfig
 from raycl.config.schema import PoolConfig
-from raycl.errors import RunError, StoppedError, StorageError, last_line
+from raycl.errors import DataError, RunError, StoppedError, StorageError, last_line
 from raycl.gpus import accelerators, check_accelerator, check_bfloat16
 from raycl.progress import ProgressLine, notices_of, steps_made
 from raycl.ray_runtime import check_resources, cpus_for_a_worker, crowding, find_raycl_error
-from raycl.records import CHECKPOINTS, complete_checkpoints, repair_manifest, wall_seconds, write_result
+from raycl.records import (
+    CHECKPOINTS,
+    complete_checkpoints,
+    repair_manifest,
+    reported_failures,
+    wall_seconds,
+    write_result,
+)
 from raycl.storage import Place
 from raycl.training.checkpoint import SCORE, resume_order
 from raycl.training.controller import (
@@ -58,8 +65,8 @@ def train_in_groups(
     without a new checkpoint. raycl's own errors are raised at once, since they would repeat. Raises
     ``StoppedError`` if a stop was requested.
     """
-    workers, num_failures = job.workers_at(0), 0
-    job = replace(job, began=time.time() - wall_seconds(job.output))
+    workers, num_failures, started = job.workers_at(0), 0, time.time()
+    job = replace(job, began=started - wall_seconds(job.output))
     saved = set[str]()  # the names of all checkpoints so far
     notices = notices_of(job.coordinator)
     with (
@@ -83,7 +90,7 @@ def train_in_groups(
                 failures = f"failure {num_failures} of {job.config.max_failures}"
                 step = max(map(resume_order, saved), default=(0, 0, 0))[1]
                 report(f"{last_line(error)}: resuming from step {step} ({failures})")
-                job = replace(job, failure=_failure(job, last_line(error)))
+                job = replace(job, failure=_failure(job, last_line(error), started=started))
                 continue
             match outcome:
                 case Finished(metrics):
@@ -104,16 +111,29 @@ def _saved(output: Place) -> set[str]:
     return set()
 
 
-def _failure(job: Job, text: str) -> Failure:
-    """Return the failure of the last group; one that made no step continues the failure before it."""
+def _failure(job: Job, text: str, *, started: float) -> Failure:
+    """Return the failure of the last group; one that made no step continues the failure before it.
+
+    ``started`` is when this driver started to train.
+    """
     try:
         last: dict[str, Any] = ray.get(job.coordinator.progress.remote(), timeout=_ANSWER_S)
     except RayError:
         last = {}
-    seen, earlier = last.get("time", job.began), job.failure
+    seen, earlier = last.get("time", started), job.failure
     if earlier is not None and seen <= earlier.time:
-        return replace(earlier, text=f"{earlier.text}; {text}")
+        if not _is_reported(earlier, job.output):
+            return replace(earlier, text=f"{earlier.text}; {text}")
+        # The group made a step, and a restarted coordinator does not know of it.
+        seen = time.time()
     return Failure(text=text, step=last.get("step", 0), seconds=last.get("seconds", 0.0), time=seen)
+
+
+def _is_reported(failure: Failure, output: Place) -> bool:
+    """Whether the log has a line about this failure; not if it cannot be read."""
+    with contextlib.suppress(DataError, StorageError):
+        return int(failure.time) in reported_failures(output)
+    return False
 
 
 def _train_group(job: Job, report: Printer) -> Outcome:
