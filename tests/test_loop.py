@@ -32,6 +32,7 @@ class Pretended:
     steps: list[int] = field(default_factory=list)
     epochs_read: list[tuple[int, int]] = field(default_factory=list)  # each with its first step
     is_evaluated: bool = False
+    has_slots: bool = False  # of a memory bank, which begin as embeddings
     saved: list[str] = field(default_factory=list)
     scores: dict[str, float | None] = field(default_factory=dict)
     bank_snapshots: list[int] = field(default_factory=list)
@@ -76,8 +77,8 @@ class PretendedRunner:
             measure=dict,
         )
 
-    def initialize_bank(self) -> None:
-        pass
+    def initialize_bank(self) -> bool:
+        return self.run.has_slots
 
     def end_epoch(self) -> None:
         self.position = self.position.next_epoch()
@@ -184,6 +185,14 @@ def test_checkpoints_of_one_step_share_the_snapshot_of_the_bank(begin: Begin) ->
     trainer.run()
     assert run.saved[:2] == ["step-00000004", "step-00000004-evaluated"]
     assert run.bank_snapshots == [4, 8]
+
+
+@pytest.mark.parametrize("settings", [{}, HINGE])
+def test_the_initialized_slots_of_a_bank_are_written_once(begin: Begin, settings: dict[str, Any]) -> None:
+    trainer, run = begin(settings | {"checkpoints.every_steps": 4}, has_slots=True)
+    trainer.run()
+    assert run.saved[0] == ("step-00000000" if settings else "step-00000004")
+    assert run.bank_snapshots == [0, 4, 8]
 
 
 @pytest.mark.parametrize("every", [4, 3])

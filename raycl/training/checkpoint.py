@@ -147,14 +147,18 @@ class Checkpointer:
         if self._job.config.checkpoints.interval_s is None:
             self._interval_s = next_interval_s(self._interval_s, cost_s=self._saved_at - began)
 
-    def _save_bank(self, position: Position, store: Store) -> None:
-        """Write the bank's snapshot before the checkpoint that needs it; move shards whose nodes will be removed.
+    def save_bank(self, position: Position, store: Store) -> None:
+        """Write the bank's snapshot of this step; collective.
 
         The rows of a step are written once: a snapshot that continues a replaced one could not be restored.
         """
         if position.step != self._bank_step:
             store.save(step=position.step)
             self._bank_step = position.step
+
+    def _save_bank(self, position: Position, store: Store) -> None:
+        """Write the bank's snapshot before the checkpoint that needs it; move shards whose nodes will be removed."""
+        self.save_bank(position, store)
         bank = self._job.bank
         if bank is None:
             return

@@ -129,7 +129,9 @@ class Trainer:
 
     def _prepare_first_step(self) -> None:
         self._evaluate()
-        self._runner.initialize_bank()
+        if self._runner.initialize_bank():
+            # All workers must write before any reads, and a restarted shard needs these rows.
+            self._checkpointer.save_bank(self._position, self._runner.store)
         if self._config.monitor.on_collapse == "rollback":
             self._save(always=True)
 

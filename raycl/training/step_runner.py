@@ -180,21 +180,20 @@ class StepRunner:
         self._use_embed_config()
 
     @torch.no_grad()
-    def initialize_bank(self) -> None:
-        """Fill the slots of a memory bank with the embeddings of the untrained tower.
+    def initialize_bank(self) -> bool:
+        """Fill the slots of a memory bank with the embeddings of the untrained tower; return whether there are any to fill.
 
-        Samples after the last complete batch keep random rows.
+        Samples after the last complete batch keep random rows. The store must be saved before any worker reads.
         """
         if not isinstance(self.store, BankStore) or self.config.negatives.bank_init == "random":
-            return
+            return False
         self.towers.train()
         torch.manual_seed(hash((self.config.seed, rank())) % 2**63)
         for samples, sample_id in self.epochs.plain(self.shard):
             with autocast(self.config.tower_precision, self._device):
                 rows = self.state.encode(samples)
             self.store.initialize(rows, sample_id)
-        # All workers must write before any reads, and a restarted shard needs these rows.
-        self.store.save(step=0)
+        return True
 
     def _use_embed_config(self) -> None:
         stage = self.plan.stage
