@@ -1272,6 +1272,41 @@ MUTATIONS = [
         "return",
         "tests/test_process.py",
     ),
+    Mutation(
+        "a node that refused processes which stand ready is not asked again",
+        "raycl/training/standby.py",
+        "if request_standby(number, address=nodes[node]):",
+        "if request_standby(number, address=nodes[node]) or True:",
+        "tests/test_process.py",
+    ),
+    Mutation(
+        "a loss right after a restart of the coordinator has no line",
+        "raycl/training/driver.py",
+        "if not _is_reported(earlier, job.output):",
+        "if True:",
+        "tests/test_phases.py",
+    ),
+    Mutation(
+        "the initialized slots of a bank are written again",
+        "raycl/training/checkpoint.py",
+        "            store.save(step=position.step)\n            self._bank_step = position.step",
+        "            store.save(step=position.step)\n            self._bank_step = position.step or None",
+        "tests/test_loop.py",
+    ),
+    Mutation(
+        "a certificate counts the held-out rows of a stream as drawn",
+        "raycl/step_replay/rows.py",
+        "keep = None if fragment.first_id in kept_whole else holdout.is_train",
+        "keep = None",
+        "tests/test_certify.py",
+    ),
+    Mutation(
+        "a certificate continues a stream at its first window",
+        "raycl/data/windows.py",
+        "            if number < first:\n                continue",
+        "            if number < 0:\n                continue",
+        "tests/test_certify.py tests/cluster/test_reading.py",
+    ),
     # Evaluation and metrics
     Mutation(
         "kNN votes without weights",

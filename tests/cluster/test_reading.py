@@ -35,10 +35,14 @@ from raycl.inference.reading import read_images
 from raycl.preparation import pack_images
 from raycl.ray_runtime import connect_cluster
 from raycl.recipes import recipe
+from raycl.step_replay.record import read_record
+from raycl.step_replay.rows import read_rows
+from raycl.storage import Place
 from raycl.tokenization import Vocabulary
 from raycl.training.coordinator import rows_in, start_coordinator
 from raycl.training.data_module import DataModule
 from raycl.training.data_set import DataSet
+from raycl.training.preflight import describe_data, save_run_files
 from raycl.training.transforms import build_formats
 from tests.images import digit_files, encode, photograph, write_digits
 
@@ -125,6 +129,7 @@ def test_a_large_stream_holds_out_rows_only_from_the_evaluation_fragments(
             "data.cache": "stream",
             "evaluation.num_test": 100,
             "evaluation.num_train": 200,
+            "data.shuffle_buffer_size": 200,
         },
     )
     samples = DataModule(config, coordinator, [source])
@@ -132,11 +137,29 @@ def test_a_large_stream_holds_out_rows_only_from_the_evaluation_fragments(
     evaluated = {row["sample_id"] for row in kept.take_all()}
     held_out = {row for row in evaluated if samples.holdout.is_test(np.array([row]))[0]}
     assert len(evaluated) == pytest.approx(0.65 * 360, abs=40)  # a tenth held out, 200 reference rows
-    trained_on = [int(row) for batch in samples.stream().epoch_batches(BatchShard(batch_size=1), epoch=0)
+    stream = samples.stream()
+    trained_on = [int(row) for batch in stream.epoch_batches(BatchShard(batch_size=1), epoch=0)
                   for row in batch.sample_id]  # fmt: skip
     assert sorted(trained_on) == sorted(set(range(1_000)) - held_out)
     assert 20 < len(held_out) < 60  # a tenth of the rows in six evaluation fragments of sixteen
     assert samples.num_train_expected() == pytest.approx(len(trained_on), abs=15)
+    # A certificate reads the same batches without Ray.
+    output = Place(str(tmp_path / "run"))
+    save_run_files(output, config, describe_data([source.uri], [1_000], None, streamed=True), None)
+    rows = read_rows(read_record(output.uri))
+    assert rows.job.num_train == (samples.num_train_expected(),)
+    assert rows.num_train == len(trained_on)
+    local, shard = rows.job.stream, BatchShard(batch_size=50)
+    assert local is not None
+    for start in (0, 11):
+        expected = list(stream.epoch_batches(shard, epoch=1, start=start))
+        for whole in (replace(shard, is_whole=True), replace(shard, num_workers=2, is_whole=True)):
+            found = list(local.epoch_batches(whole, epoch=1, start=start))
+            assert len(found) == len(expected) > 5
+            for own, batch in zip(found, expected, strict=True):
+                assert own.sample_id.tolist() == batch.sample_id.tolist()
+                same = zip(pixels_of(own).images, pixels_of(batch).images, strict=True)
+                assert all(np.array_equal(*pair) for pair in same)
 
 
 def test_ids_follow_sorted_names_even_with_invalid_images(mixed: Path) -> None:
