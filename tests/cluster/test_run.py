@@ -535,7 +535,14 @@ def test_a_streamed_run_is_certified(data: Path, tmp_path: Path, monkeypatch: py
     # Many fragments; no row of most of them is held out.
     monkeypatch.setattr("raycl.data.sources.ROWS_PER_FRAGMENT", 64)
     monkeypatch.setattr("raycl.training.data_module.EVALUATION_PART", 1)
-    settings = {**STREAMED, "evaluation.num_test": 30, "evaluation.num_train": 90}
+    settings = {
+        **STREAMED,
+        "evaluation.num_test": 30,
+        "evaluation.num_train": 90,
+        "workers": 1,
+        "checkpoints.every_steps": 5,
+        "checkpoints.interval_s": 10_000.0,
+    }
     result = raycl.train(small_run(**settings), data=str(data), output=str(tmp_path / "run"), quiet=True)
     certificate = raycl.certify(tmp_path / "run", steps=99)
     assert certificate.is_valid, str(certificate)
