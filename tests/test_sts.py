@@ -92,7 +92,7 @@ def test_invalid_pairs_are_named(arguments: dict[str, Any], words: str) -> None:
             "column score of .*test has values of type double that are not finite numbers",
         ),
         ({"score": [[1], [2], [3]]}, "column score of .*test has values of type list"),
-        ({name: [] for name in ("sentence1", "sentence2", "score")}, "test has no rows"),
+        ({name: [] for name in ("sentence1", "sentence2", "score")}, "test holds no rows"),
     ],
 )
 def test_invalid_sentences_and_scores_are_refused_before_embedding(

@@ -21,6 +21,7 @@ from pyiceberg.table import StaticTable, Table
 from pyiceberg.typedef import Record
 from pyiceberg.types import LongType
 
+import raycl
 from raycl.data.codecs import Formats
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import Decoder
@@ -37,14 +38,15 @@ from raycl.errors import DataError, StorageError
 from raycl.inference.reading import read_pairs
 from raycl.preparation import gather_texts, pack_rows
 from raycl.recipes import recipe
-from raycl.serve.sample_viewer import _one_row
+from raycl.serve.sample_viewer import SampleViewer, _one_row
 from raycl.storage import Place
 from raycl.training.transforms import build_formats
 from tests.conftest import BUCKET
 from tests.images import digit_files
-from tests.pairs import vocabulary
+from tests.pairs import small_config, vocabulary
 from tests.table_files import IcebergFolder, Rows, write_parts, write_rows
 from tests.texts import invented_texts
+from tests.towers import save
 
 TEXTS = ColumnNames(image=None, text="text")
 PAIRS = ColumnNames(image=None, query="query", document="document")
@@ -179,6 +181,57 @@ def images(num_rows: int = 40) -> Rows:
     ]
     rows[3]["image"], rows[5]["image"], rows[6]["caption"], rows[8]["label"] = None, b"broken", None, None
     return rows
+
+
+def evaluated(run: Path, measure: Any, test: Path, **options: Any) -> dict[str, Any]:
+    train = None if measure in ("retrieval", "sts") else test
+    return raycl.evaluate(measure, run=run, test=test, train=train, quiet=True, **options)
+
+
+def embedded(run: Path, data: Path, output: Path, columns: ColumnNames | None = None) -> pa.Table:
+    raycl.embed(run, data, output, columns=columns, quiet=True)
+    return pq.read_table(output)
+
+
+@pytest.mark.parametrize("ending", [*CSV, *TSV, *LINES, *INSTALLED])
+def test_commands_on_texts_read_each_format(ending: str, tmp_path: Path) -> None:
+    towers, sentences = tmp_path / "towers", tmp_path / "sentences"
+    save(small_config("two_tower"), towers)
+    save(small_config("simcse"), sentences)
+    first, second = invented_texts(24, seed=1), invented_texts(24, seed=2)
+    rows = [
+        {"query": one, "document": other, "text": one, "label": row % 2}
+        | {"sentence1": one, "sentence2": other, "score": row / 4 - 1, "dataset": f"s{row % 2}"}
+        | {"query_id": f"q{row}", "document_id": row}
+        for row, (one, other) in enumerate(zip(first, second, strict=True))
+    ]
+    place, parts = write_parts(tmp_path / "other", ending, [rows[:15], rows[15:]])
+    parquet, _ = write_parts(tmp_path / "parquet", "parquet", parts)
+    for measure, run in (("sts", sentences), ("retrieval", towers), ("knn", towers), ("linear", towers)):
+        options = {"columns": TEXTS} if measure in ("knn", "linear") else {}
+        found, expected = (evaluated(run, measure, each, **options) for each in (place, parquet))
+        assert found == expected
+    judged = [evaluated(towers, "retrieval", each, queries=each, documents=each) for each in (place, parquet)]
+    assert judged[0] == judged[1]
+    tables = [embedded(sentences, each, tmp_path / f"of {each.name}", TEXTS) for each in (place, parquet)]
+    assert tables[0].equals(tables[1])
+
+
+@pytest.mark.parametrize("ending", INSTALLED)
+def test_commands_on_images_read_each_format(ending: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    save(small_config("clip"), run)
+    rows = [row for row in images() if None not in row.values() and row["image"] != b"broken"]
+    place, parts = write_parts(tmp_path / "other", ending, [rows[:23], rows[23:]])
+    parquet, _ = write_parts(tmp_path / "parquet", "parquet", parts)
+    for measure in ("retrieval", "knn", "linear"):
+        found, expected = (evaluated(run, measure, each) for each in (place, parquet))
+        assert found == expected
+    tables = [embedded(run, each, tmp_path / f"of {each.name}") for each in (place, parquet)]
+    assert tables[0].equals(tables[1])
+    captioned = ColumnNames(caption="caption")
+    viewers = [SampleViewer(str(each), captioned, max_pixels=10_000) for each in (place, parquet)]
+    assert viewers[0].show(30) == viewers[1].show(30)
 
 
 @pytest.mark.parametrize("ending", WITH_IMAGES)

@@ -1,13 +1,16 @@
 """Evaluation by sentence similarity (STS): the rank correlation of cosines and human scores."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, final
+
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 from torch.nn.functional import normalize
 
-from raycl.data.columns import UnlabeledColumnNames
-from raycl.data.parquet_tables import open_parquet
-from raycl.data.sources import existing, plain_values
+from raycl.data.columns import ColumnNames, UnlabeledColumnNames
+from raycl.data.sources import find_source, plain_values
 from raycl.display import EvaluationResult
 from raycl.errors import ConfigError, DataError
 from raycl.evaluation.lexical_baselines import tfidf_similarity
@@ -34,19 +37,16 @@ def evaluate_sts(
 ) -> EvaluationResult:
     """Compute Spearman's correlation of cosine and score over all pairs of each data set.
 
-    ``test`` is a parquet file with the columns ``sentence1``, ``sentence2``, ``score`` and optionally
-    ``dataset``. The ``baseline`` is the cosine of TF-IDF, with document frequencies from the column ``text``
+    ``test`` is of any format that a run reads, with the columns ``sentence1``, ``sentence2``, ``score`` and
+    optionally ``dataset``. The ``baseline`` is the cosine of TF-IDF, with document frequencies from the column ``text``
     of ``train``, or without it from the sentences themselves; it is None for a data set in which no pair
-    shares a word. Raises ``DataError`` for a missing column,
-    or an invalid sentence or score.
+    shares a word. Raises ``DataError`` for a missing column, or an invalid sentence or score.
     """
     (saved,) = read_encoders(run, ["query"])
     if saved.takes_images:
         raise ConfigError(f"the run at {run} has an encoder of images; sts needs one of texts")
-    table = _read(test)
-    left, right = (_texts(table, name, test) for name in ("sentence1", "sentence2"))
-    score = _scores(table, test)
-    names = table["dataset"].to_pylist() if "dataset" in table.column_names else ["sts"] * len(left)
+    pairs = _read(test)
+    left, right = pairs.left, pairs.right
     corpus = [*left, *right]
     if train is not None:
         train_rows = read_values(train, UnlabeledColumnNames(image=None, text=text)).by_role["text"]
@@ -55,49 +55,78 @@ def evaluate_sts(
         embed_values([*left, *right], saved, gpu=gpu, address=address, quiet=quiet, debug=debug)
     )
     similarity = (embedding[: len(left)] * embedding[len(left) :]).sum(1).numpy()
-    result = EvaluationResult({"measure": "sts", **sts_scores(similarity, score, names)})
+    result = EvaluationResult({"measure": "sts", **sts_scores(similarity, pairs.score, pairs.dataset)})
     result.update({"num_train": 0 if train is None else len(corpus), "num_test": len(left)})
     if baseline:
         shared_words = tfidf_similarity(left, right, corpus)
-        result["baseline"] = {"tfidf": sts_scores(shared_words, score, names, may_be_equal=True)}
+        result["baseline"] = {
+            "tfidf": sts_scores(shared_words, pairs.score, pairs.dataset, may_be_equal=True)
+        }
     return result
 
 
-def _read(uri: str) -> pa.Table:
-    with open_parquet(existing(uri)) as file:
-        table = file.read()
-    for name in REQUIRED_COLUMNS:
-        if name not in table.column_names:
-            raise DataError(
-                f"{uri} has no column {name!r}; it has {', '.join(table.column_names)}: sts needs "
-                "sentence1, sentence2 and score"
-            )
-    if not len(table):
-        raise DataError(f"{uri} has no rows; give a set with some")
-    return table
+@final
+@dataclass(frozen=True, kw_only=True)
+class _Pairs:
+    """Pairs of sentences with a score and the name of the data set of each."""
+
+    left: list[str]
+    right: list[str]
+    score: NDArray[np.float64]
+    dataset: list[Any]
 
 
-def _texts(table: pa.Table, name: str, uri: str) -> list[str]:
+class _PairColumns(ColumnNames):
+    """The columns of scored pairs: as roles of ids, scores and names are numbers or text in files without types."""
+
+    def found_in(self, names: Sequence[str], *, where: str) -> ColumnNames:
+        for name in REQUIRED_COLUMNS:
+            if name not in names:
+                raise DataError(
+                    f"{where} has no column {name!r}; it has {', '.join(names)}: sts needs "
+                    "sentence1, sentence2 and score"
+                )
+        return self if "dataset" in names else replace(self, document_id=None)
+
+    def check_types(self, types: Mapping[str, pa.DataType], *, where: str) -> None:
+        """Accept all types: each value is checked when it is read."""
+
+
+def _read(uri: str) -> _Pairs:
+    asked = {"query": "sentence1", "document": "sentence2", "query_id": "score", "document_id": "dataset"}
+    source = find_source(uri, _PairColumns(image=None, **asked))
+    names = list(source.columns.asked.values())
+    left, right, dataset, scores = list[str](), list[str](), list[Any](), [np.empty(0)]
+    for fragment in source.fragments:
+        where = str(fragment.place)
+        for first, table in source.tables(fragment, names):
+            left += _texts(table, "sentence1", where, first)
+            right += _texts(table, "sentence2", where, first)
+            scores.append(_scores(table["score"], where))
+            dataset += table["dataset"].to_pylist() if "dataset" in names else ["sts"] * len(table)
+    return _Pairs(left=left, right=right, score=np.concatenate(scores), dataset=dataset)
+
+
+def _texts(table: pa.Table, name: str, where: str, first: int) -> list[str]:
     values = plain_values(table[name])
-    for row, value in enumerate(values):
+    for row, value in enumerate(values, first):
         try:
-            values[row] = read_text(value)
+            values[row - first] = read_text(value)
         except InvalidTextError as error:
             raise DataError(
-                f"row {row} of {uri} has a {name} that cannot be used: {error}; mend it or leave the row out"
+                f"row {row} of {where} has a {name} that cannot be used: {error}; mend it or leave the row out"
             ) from None
     return values
 
 
-def _scores(table: pa.Table, uri: str) -> NDArray[np.float64]:
-    column = table["score"]
+def _scores(column: pa.ChunkedArray, where: str) -> NDArray[np.float64]:
     try:
         score = column.cast(pa.float64()).to_numpy()
     except pa.ArrowException:
         score = np.array([np.nan])
     if not np.isfinite(score).all():
         raise DataError(
-            f"the column score of {uri} has values of type {column.type} that are not finite numbers; "
+            f"the column score of {where} has values of type {column.type} that are not finite numbers; "
             "give each pair a number"
         )
     return score
