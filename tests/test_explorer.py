@@ -24,10 +24,12 @@ from PIL import Image
 import raycl
 from raycl.cli import bank as cli_bank
 from raycl.cli import serve
+from raycl.config.overrides import config_to_yaml
 from raycl.data.columns import ColumnNames
 from raycl.data.sources import Source
 from raycl.embedding_snapshot import LATEST, read_snapshot, write_snapshot
 from raycl.errors import ConfigError, DataError, RunError, StorageError
+from raycl.models.registry import OWN
 from raycl.negatives import bank as bank_module
 from raycl.negatives.actor import MemoryBankActor, QueueActor, Update
 from raycl.negatives.bank import Bank
@@ -45,8 +47,12 @@ from raycl.storage import Place
 from raycl.training.preflight import column_names
 from tests.images import digit_files, encode, write_digits
 from tests.outputs import evaluation, line_of, write_run, write_snapshots
+from tests.pairs import small_config, vocabulary
 from tests.settings import override_active
+from tests.test_checkpoint_encoder import list_checkpoint, write_checkpoint
 from tests.test_cli import run_raycl
+from tests.texts import invented_texts
+from tests.towers import save, trained
 
 TOKEN = "0123456789abcdef"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -630,7 +636,7 @@ def test_embeddings_are_explored_by_their_ids(tmp_path: Path) -> None:
     (tmp_path / "embedded").mkdir()
     pq.write_table(table, tmp_path / "embedded" / "a.parquet")
     found = saved_explorer(str(folder), embeddings=str(tmp_path / "embedded"), data=None)
-    assert (found.bank.stats().kind, found.queries, found.samples) == ("embeddings", (), None)
+    assert (found.bank.stats().kind, found.samples) == ("embeddings", None)
     nearest = found.nearest(7, 39).neighbors
     order = np.argsort(-(rows[1:] @ rows[0]))
     assert [int(each.sample_id) - 8 for each in nearest] == order.tolist()
@@ -650,6 +656,61 @@ def test_rows_that_are_not_finite_are_neighbors_of_no_sample(tmp_path: Path) -> 
     assert len(best) == 60 - 4
     for k in (1, 2, 3, 4):
         assert found.nearest(9, k).neighbors == best[:k]
+
+
+def posted(client: TestClient, kind: str, content: Any) -> list[str]:
+    sent: dict[str, Any] = {"files": {"image": content}} if kind == "image" else {"json": {"text": content}}
+    found = client.post("/api/nearest?k=5", **sent).json()
+    assert found["neighbors"][0]["similarity"] == pytest.approx(1, abs=1e-5)
+    return [each["sample_id"] for each in found["neighbors"]]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kind", "side"),
+    [
+        ("clip", "image", "query"),
+        ("clip", "text", "key"),
+        ("two_tower", "text", "query"),
+        ("simcse", "text", "query"),
+    ],
+)
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_embeddings_are_queried_by_images_and_texts_as_embed_encodes_them(
+    recipe: str, kind: str, side: Any, is_finished: bool, tmp_path: Path
+) -> None:
+    folder, config = tmp_path / "run", small_config(recipe)
+    folder.mkdir()
+    (folder / "config.yaml").write_text(config_to_yaml(config))
+    if is_finished:
+        save(config, folder)
+    else:
+        (folder / "tokenizer.json").write_text(vocabulary().tokenizer.to_json())
+        write_checkpoint(folder, 5, {"tower": trained(config).state_dict()})
+        list_checkpoint(folder, 5)
+    values = digit_files(8)[0] if kind == "image" else invented_texts(8, seed=1)
+    pq.write_table(pa.table({kind: values, "sample_id": np.arange(8)}), tmp_path / "rows.parquet")
+    columns = ColumnNames(**{"image": None, kind: kind})
+    raycl.embed(
+        folder, tmp_path / "rows.parquet", tmp_path / "embedded", columns=columns, side=side, quiet=True
+    )
+    found = saved_explorer(str(folder), embeddings=str(tmp_path / "embedded"), data=None)
+    client = TestClient(create_app(found, TOKEN), headers=BEARER)
+    assert kind in client.get("/api/stats").json()["queries"]
+    for row in (2, 5):
+        by_id = client.get(f"/api/nearest?id={row}&k=4").json()["neighbors"]
+        assert posted(client, kind, values[row]) == [str(row), *(each["sample_id"] for each in by_id)]
+
+
+def test_an_encoder_of_its_users_own_answers_queries_by_id_alone(tmp_path: Path) -> None:
+    folder, config = write_run(tmp_path / "run"), small_config("clip")
+    save(config, folder)
+    spec = json.loads((folder / "encoder.json").read_text())
+    (folder / "encoder.json").write_text(json.dumps(spec | {"name": OWN}))
+    write_snapshots(folder)
+    found = saved_explorer(str(folder), embeddings=None, data=None)
+    client = TestClient(create_app(found, TOKEN), headers=BEARER)
+    code, detail = refusal(client.post("/api/nearest", files={"image": digit_files(1)[0][0]}))
+    assert (code, "network of your own" in detail, detail.endswith("query by id")) == (400, True, True)
 
 
 def test_embeddings_of_several_widths_are_refused(tmp_path: Path) -> None:

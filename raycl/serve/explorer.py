@@ -5,13 +5,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Generic, TypeVar, final
+from typing import Annotated, Any, Generic, Literal, TypeVar, final
 
 import numpy as np
 from fastapi import Path, Query, Request
 from starlette.concurrency import run_in_threadpool
 
-from raycl.errors import ConfigError, DataError, RayclError, RunError
+from raycl.errors import ConfigError, DataError, RayclError, RunError, StorageError
 from raycl.negatives.bank import Bank
 from raycl.negatives.saved_bank import SavedBank
 from raycl.negatives.search import Neighbors
@@ -160,6 +160,36 @@ class QueryEncoder:
 
 
 @final
+class RepresentationEncoder:
+    """Encode images and texts as ``raycl embed`` does, with the encoder that the run has at the first query."""
+
+    def __init__(self, run: str, queries: tuple[schemas.QueryKind, ...]) -> None:
+        """Store the address of the run and its kinds of queries, of which the second is that of the keys."""
+        self._run, self._queries = run, queries
+        self._lock = threading.Lock()
+        self._encoders: list[Any] = []
+
+    def embed(self, kind: schemas.QueryKind, content: Any) -> tuple[np.ndarray, None]:
+        """Encode a text, or the content of an image file: float32 [dim].
+
+        Raises ``StorageError`` if the run has no encoder, ``DataError`` for invalid content, and ``ConfigError`` if the
+        network cannot be built by its name.
+        """
+        # As in QueryEncoder.
+        from raycl.inference.encoder import read_encoders
+
+        with self._lock:
+            if not self._encoders:
+                sides: list[Literal["query", "key"]] = ["query", "key"]
+                saved = read_encoders(self._run, sides[: len(self._queries)])
+                try:
+                    self._encoders = [each.build() for each in saved]
+                except StorageError as error:
+                    raise ConfigError(f"{error}, which a page cannot; query by id") from error
+            return self._encoders[self._queries.index(kind)].encode([content])[0].numpy(), None
+
+
+@final
 @dataclass(kw_only=True)
 class Explorer:
     """Answer the calls of the API; FastAPI runs the methods that are not async in threads.
@@ -169,7 +199,7 @@ class Explorer:
     """
 
     bank: ReconnectingBank
-    encoder: QueryEncoder | None = None
+    encoder: QueryEncoder | RepresentationEncoder | None = None
     run: RunProgress | None = None
     samples: SampleViewer | None = None
     queries: tuple[schemas.QueryKind, ...] = ()

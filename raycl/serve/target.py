@@ -15,7 +15,13 @@ from raycl.errors import DataError, RayclError
 from raycl.negatives.bank import Bank, connect_bank
 from raycl.negatives.saved_bank import read_embedded, read_saved_bank
 from raycl.records import CONFIG, DATA
-from raycl.serve.explorer import Explorer, QueryEncoder, ReconnectingBank, RunProgress
+from raycl.serve.explorer import (
+    Explorer,
+    QueryEncoder,
+    ReconnectingBank,
+    RepresentationEncoder,
+    RunProgress,
+)
 from raycl.serve.sample_viewer import SampleViewer
 from raycl.serve.schemas import QueryKind
 from raycl.storage import Place, absolute
@@ -111,12 +117,14 @@ def saved_explorer(run: str, *, embeddings: str | None, data: str | None) -> Exp
             # Neither several data sets nor a Ray Dataset; a run of others must not choose an endpoint or a key.
             if isinstance(trained_on, str) and not {"?", "@"} & set(trained_on):
                 samples = SampleViewer(trained_on, columns, max_pixels=max_pixels)
+    queries = _SHOWN[config.data.kind][1]
+    is_bank = bank.stats().kind != "embeddings"
     return Explorer(
         bank=ReconnectingBank(lambda: bank),
-        encoder=QueryEncoder(place.uri),
+        encoder=QueryEncoder(place.uri) if is_bank else RepresentationEncoder(place.uri, queries),
         run=RunProgress(place.uri),
         samples=samples,
-        queries=() if bank.stats().kind == "embeddings" else _SHOWN[config.data.kind][1],
+        queries=queries,
     )
 
 
