@@ -1,19 +1,30 @@
 """Labels of training and test sets: classes get the same numbers, or the evaluation is refused."""
 
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from raycl.data.sources import Source, find_source
 from raycl.errors import DataError
+from raycl.evaluation import classification
 from raycl.evaluation.classification import (
     LabeledSet,
     _check_labels,
     _warn_of_equal_sets,
     _with_train_classes,
+    evaluate,
 )
-from tests.images import digit_files, write_digits
+from raycl.recipes import recipe
+from tests.images import digit_files, encode, write_digits
+from tests.settings import override_active
+from tests.towers import save
 
 
 def folder_of(path: Path, classes: str) -> Source:
@@ -51,3 +62,83 @@ def test_equal_training_and_test_sets_print_a_warning(
     assert capsys.readouterr().err == ""
     _warn_of_equal_sets({"train": one, "test": find_source(str(tmp_path / "a") + "/")})
     assert f"train and test are both {tmp_path / 'a'}" in capsys.readouterr().err
+
+
+def noise(path: Path, num_rows: int, shape: tuple[int, ...], seed: int) -> str:
+    """Write images of noise, a little brighter at a place of their class, with ids in descending order."""
+    rng = np.random.default_rng(seed)
+    images = rng.integers(0, 200, (num_rows, *shape), np.uint8)
+    label = rng.integers(0, 4, num_rows)
+    for image, place in zip(images, label, strict=True):
+        image[2 * place : 2 * place + 2] += 20
+    ids = np.arange(num_rows)[::-1]
+    pq.write_table(pa.table({"image": list(map(encode, images)), "label": label, "sample_id": ids}), path)
+    return str(path)
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the lengths of the vectors that kNN compares, as a growing list."""
+    lengths: list[int] = []
+    accuracy = classification.knn_accuracy
+
+    def recorded(query: torch.Tensor, *rest: Any, **options: Any) -> float:
+        lengths.append(query.shape[1])
+        return accuracy(query, *rest, **options)
+
+    monkeypatch.setattr(classification, "knn_accuracy", recorded)
+    return lengths
+
+
+@pytest.mark.parametrize(("shape", "channels"), [((8, 8), 1), ((8, 8, 3), 3)])
+def test_the_baseline_of_gray_images_compares_one_channel_with_the_same_result(
+    shape: tuple[int, ...],
+    channels: int,
+    compared: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sets = small_run(tmp_path, shape)
+    found = evaluate("knn", **sets, k=5, quiet=True)
+    assert compared.pop() == 64 * channels
+    monkeypatch.setattr(classification, "are_gray", lambda *_: False)
+    assert evaluate("knn", **sets, k=5, quiet=True) == found
+    assert 0.3 < found["baseline"]["pixels"] < 0.99
+    assert compared.pop() == 64 * 3
+
+
+@pytest.mark.parametrize("measure", ["knn", "linear"])
+def test_the_baseline_takes_the_pixels_that_were_embedded(
+    measure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(classification, "MAX_BASELINE_ROWS", {"knn": 100, "linear": 100})
+    sets, read = small_run(tmp_path, (8, 8, 3)), classification.read_images
+    was_read: list[str] = []
+
+    def recorded(source: Source, *rest: Any, **options: Any) -> Any:
+        was_read.append(source.uri)
+        return read(source, *rest, **options)
+
+    monkeypatch.setattr(classification, "read_images", recorded)
+    found = evaluate(measure, **sets, quiet=True)
+    assert not was_read
+    embedded = classification.embedded_tables
+    monkeypatch.setattr(classification, "embedded_tables", lambda *a, kept, **o: embedded(*a, **o))
+    assert evaluate(measure, **sets, quiet=True) == found
+    assert (was_read, 0 < found["baseline"]["num_train"] < 160) == ([sets["train"], sets["test"]], True)
+
+
+def small_run(folder: Path, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Save an encoder of color images; return it, and a training and a test set."""
+    settings = {"encoder.name": "resnet10", "encoder.width": 0.25}
+    save(override_active(recipe("simclr", image_size=8), settings, {}), folder / "run")
+    sets = {
+        name: noise(folder / f"{name}.parquet", rows, shape, rows)
+        for name, rows in (("train", 160), ("test", 80))
+    }
+    return {"run": str(folder / "run"), **sets}
+
+
+def test_knn_does_not_import_scikit_learn() -> None:
+    code = "import raycl.evaluation.classification, sys; sys.exit('sklearn' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

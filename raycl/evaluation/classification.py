@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from raycl.data.columns import ColumnNames
 from raycl.data.images import ImageFormat
+from raycl.data.in_memory import InMemoryDataset
 from raycl.data.labels import NO_LABEL
 from raycl.data.sources import Source, find_source
 from raycl.data.split import Holdout
 from raycl.display import EvaluationResult
 from raycl.errors import ConfigError, DataError
 from raycl.evaluation.knn import knn_accuracy
-from raycl.evaluation.raw_pixels import BASELINE_SIZE, raw_pixels
+from raycl.evaluation.raw_pixels import BASELINE_SIZE, are_gray, raw_pixels
 from raycl.gpus import available_cores
 from raycl.inference.embed import columns_for, embedded_tables, formats_of, representations, row_bytes
 from raycl.inference.encoder import read_encoders
@@ -86,12 +87,13 @@ def evaluate(
 
     def score(train_set: LabeledSet, test_set: LabeledSet) -> float:
         sets = (train_set.values, train_set.label, test_set.values, test_set.label)
-        with prepared_process(available_cores()):  # its matrix products are faster on some CPUs
-            if measure == "knn":
-                return knn_accuracy(*sets[2:], *sets[:2], k=k, temperature=temperature)
-            from raycl.evaluation.linear import linear_accuracy  # its scikit-learn takes a second to import
+        if measure == "knn":
+            return knn_accuracy(*sets[2:], *sets[:2], k=k, temperature=temperature)
+        from raycl.evaluation.linear import linear_accuracy  # scikit-learn takes a second to import
 
-            return linear_accuracy(*sets, labels_per_class=labels_per_class, seed=seed)
+        return linear_accuracy(*sets, labels_per_class=labels_per_class, seed=seed)
+
+    kept = {name: list[pa.Table]() for name in sources}
 
     def represent(name: str) -> LabeledSet:
         with counting_decoder(
@@ -101,18 +103,25 @@ def evaluate(
             max_invalid_fraction=max_invalid_fraction,
             quiet=quiet,
         ) as decoder:
-            tables = embedded_tables(sources[name], decoder, saved, encoder, gpu=gpu, network=network)
+            has_pixels = isinstance(encoder, ImageEncoder) and encoder.spec.image_format() == _pixels_of(
+                encoder.spec
+            )
+            decoded = kept[name] if baseline and has_pixels else None
+            tables = embedded_tables(
+                sources[name], decoder, saved, encoder, gpu=gpu, network=network, kept=decoded
+            )
         return _labeled(representations(tables, encoder.spec.representation_dim), _labels(tables))
 
-    train_set, test_set = represent("train"), _with_train_classes(sources, represent("test"))
-    result = EvaluationResult({"measure": measure, "top1": score(train_set, test_set)})
-    if measure == "linear" and labels_per_class is not None:
-        result["labels_per_class"] = labels_per_class
-    result.update({"num_train": len(train_set.label), "num_test": len(test_set.label)})
-    if baseline and isinstance(encoder, ImageEncoder):
-        result["baseline"] = _pixel_baseline(
-            sources, encoder.spec, score, max_rows=MAX_BASELINE_ROWS[measure], quiet=quiet
-        )
+    with prepared_process(available_cores()):  # which keeps freed memory, and multiplies faster on some CPUs
+        train_set, test_set = represent("train"), _with_train_classes(sources, represent("test"))
+        result = EvaluationResult({"measure": measure, "top1": score(train_set, test_set)})
+        if measure == "linear" and labels_per_class is not None:
+            result["labels_per_class"] = labels_per_class
+        result.update({"num_train": len(train_set.label), "num_test": len(test_set.label)})
+        if baseline and isinstance(encoder, ImageEncoder):
+            result["baseline"] = _pixel_baseline(
+                sources, kept, encoder.spec, score, measure=measure, quiet=quiet
+            )
     return result
 
 
@@ -153,28 +162,50 @@ def _with_train_classes(sources: dict[str, Source], test_set: LabeledSet) -> Lab
 
 
 def _pixel_baseline(
-    sources: dict[str, Source], spec: ImageEncoderSpec, score: Score, *, max_rows: int, quiet: bool
+    sources: dict[str, Source],
+    kept: dict[str, list[pa.Table]],
+    spec: ImageEncoderSpec,
+    score: Score,
+    *,
+    measure: Measure,
+    quiet: bool,
 ) -> dict[str, Any]:
-    pixels = {}
+    """Return the score of raw pixels; ``kept`` has the decoded rows of each set, if they need not be read again."""
+    pixel_format, max_rows = _pixels_of(spec), MAX_BASELINE_ROWS[measure]
+    rows: dict[str, InMemoryDataset] = {}
     for name, source in sources.items():
-        size = min(BASELINE_SIZE, spec.image_size)
-        sample = Holdout(seed=0, reference=min(1.0, max_rows / source.num_rows))
-        rows = read_images(
+        sample = Holdout(seed=0, reference=min(1.0, max_rows / source.num_rows)).is_evaluated
+        if kept[name]:
+            chosen = [table.filter(pa.array(sample(table["sample_id"].to_numpy()))) for table in kept[name]]
+            rows[name] = InMemoryDataset(chosen, {"image": pixel_format})
+            continue
+        rows[name] = read_images(
             source,
-            ImageFormat(size=size, channels=spec.channels, max_pixels=spec.max_pixels),
-            keep=sample.is_evaluated,
+            pixel_format,
+            keep=sample,
             title=f"reading pixels of the {name} set",
             max_invalid_fraction=1.0,  # checked when the set was embedded
             quiet=quiet,
         )
-        values = raw_pixels(rows, channels=spec.channels, size=size)
-        pixels[name] = _labeled(values, torch.from_numpy(rows.label))
-    mean = pixels["train"].values.mean(0)
-    train, test = (LabeledSet(values=each.values - mean, label=each.label) for each in pixels.values())
+    # The probe's weight decay acts on each channel, so only kNN is the same with one of equal channels.
+    channels = 1 if measure == "knn" and are_gray(*rows.values()) else spec.channels
+    train, test = (
+        _labeled(raw_pixels(each, channels=channels, size=pixel_format.size), torch.from_numpy(each.label))
+        for each in (rows["train"], rows["test"])
+    )
+    mean = train.values.mean(0)
+    train, test = (LabeledSet(values=each.values - mean, label=each.label) for each in (train, test))
     baseline: dict[str, Any] = {"pixels": score(train, _with_train_classes(sources, test))}
     if sources["train"].num_rows > max_rows:
         baseline["num_train"] = len(train.label)
     return baseline
+
+
+def _pixels_of(spec: ImageEncoderSpec) -> ImageFormat:
+    """Return the format of the raw pixels."""
+    return ImageFormat(
+        size=min(BASELINE_SIZE, spec.image_size), channels=spec.channels, max_pixels=spec.max_pixels
+    )
 
 
 def _labels(tables: Sequence[pa.Table]) -> Tensor:

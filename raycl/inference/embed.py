@@ -134,16 +134,23 @@ def embedded_tables(
     *,
     gpu: bool = False,
     network: nn.Module | None = None,
+    kept: list[pa.Table] | None = None,
 ) -> list[pa.Table]:
     """Return the decoded rows of a source with their representations, in order; without Ray in this process.
 
-    ``encoder`` is built from ``saved``, and from ``network`` if there is one.
+    ``encoder`` is built from ``saved``, and from ``network`` if there is one. The decoded rows are added to ``kept``
+    if this process has them.
     """
     if ray.is_initialized():
         return fetch_tables(embed_dataset(decode_source(source, decoder), saved, gpu=gpu, network=network))
     # The user's own module must not change.
     embedder = Embedder(encoder if network is None else copy.deepcopy(encoder))
-    return [embedder(table) for table in decode_here(source.fragments, source.read, decoder)]
+    embedded = []
+    for table in decode_here(source.fragments, source.read, decoder):
+        embedded.append(embedder(table))
+        if kept is not None:
+            kept.append(table)
+    return embedded
 
 
 def embed_dataset(

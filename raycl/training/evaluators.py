@@ -32,7 +32,7 @@ from raycl.embedding_snapshot import (
 from raycl.errors import DataError
 from raycl.evaluation.embed import embed
 from raycl.evaluation.knn import knn_predict, nearest
-from raycl.evaluation.raw_pixels import BASELINE_SIZE, raw_pixels
+from raycl.evaluation.raw_pixels import BASELINE_SIZE, are_gray, raw_pixels
 from raycl.models.towers import Tower, Towers, TwoTowers
 from raycl.storage import Place
 from raycl.tokenization import Tokenizer
@@ -89,6 +89,7 @@ class KnnEvaluator:
         own = self.test.where(lambda ids: np.arange(len(ids)) % num_workers() == rank())
         _, height, width, channels = pixels_of(self.test.take(np.arange(1))).images.shape
         size = min(BASELINE_SIZE, height, width)
+        channels = 1 if are_gray(bank, own) else channels
         pixels, test = (raw_pixels(rows, channels=channels, size=size) for rows in (bank, own))
         mean = pixels.mean(0)
         label, test_label = (torch.from_numpy(rows.label) for rows in (bank, own))
