@@ -1,6 +1,5 @@
 """The commands as functions, with the same options; results are returned instead of printed."""
 
-import inspect
 import os
 import sys
 import time
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from raycl.cli.plan import Settings, check_measure, command_settings, plan_run, run_flags
 from raycl.config import RunConfig
 from raycl.errors import ConfigError, DataError, StorageError
-from raycl.inference.preflight import check_inputs
+from raycl.inference.preflight import check_inputs, check_options
 from raycl.recipes import recipe_like
 
 if TYPE_CHECKING:
@@ -180,16 +179,10 @@ def evaluate(
         raise ConfigError(f"evaluate {measure} needs --train, the labeled training set")
     common = {"gpu": gpu, "address": address, "quiet": quiet, "debug": debug}
     places = {"run": str(run), "test": str(test), "train": None if train is None else str(train)}
+    check_options(measure, options)
     sets = [test, train, options.get("queries"), options.get("documents")]
     check_inputs(str(run), data=[str(each) for each in sets if each is not None], gpu=gpu, address=address)
-    evaluator = _evaluator(measure)
-    known = inspect.signature(evaluator).parameters.keys() - common.keys() - places.keys()
-    known -= {"knn": {"labels_per_class", "seed"}, "linear": {"k", "temperature"}}.get(measure, set())
-    if unknown := sorted(options.keys() - known):
-        raise ConfigError(
-            f"evaluate {measure} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}"
-        )
-    return evaluator(**places, **common, **options)
+    return _evaluator(measure)(**places, **common, **options)
 
 
 def _listed(given: Any) -> list[Any]:

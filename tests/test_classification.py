@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from raycl.data.sources import Source, find_source
-from raycl.errors import DataError
+from raycl.errors import ConfigError, DataError
 from raycl.evaluation import classification
 from raycl.evaluation.classification import (
     LabeledSet,
@@ -137,6 +137,16 @@ def small_run(folder: Path, shape: tuple[int, ...]) -> dict[str, Any]:
         for name, rows in (("train", 160), ("test", 80))
     }
     return {"run": str(folder / "run"), **sets}
+
+
+@pytest.mark.parametrize(
+    ("measure", "option"),
+    [("knn", "seed"), ("knn", "labels_per_class"), ("linear", "k"), ("linear", "temperature")],
+)
+def test_an_option_of_the_other_measure_is_refused_before_reading(measure: Any, option: str) -> None:
+    options: dict[str, Any] = {option: 0}
+    with pytest.raises(ConfigError, match=f"evaluate {measure} has no option '{option}'"):
+        evaluate(measure, run="nowhere", train="nowhere", test="nowhere", **options)
 
 
 def test_knn_does_not_import_scikit_learn() -> None:

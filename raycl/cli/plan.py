@@ -225,18 +225,9 @@ def settings_of(settings: Settings) -> dict[str, Any]:
 
 
 _INVALID: dict[str, type] = {"data.max_invalid_fraction": float}
-_CLASSES = {"baseline": bool, **_INVALID}
-# The settings of the commands without a run's configuration. All but ``sts`` have ``data.columns`` as well.
-COMMANDS: dict[str, dict[str, type]] = {
-    "knn": {"k": int, "temperature": float, **_CLASSES},
-    "linear": {"labels_per_class": int, "seed": int, **_CLASSES},
-    "retrieval": {"queries": str, "documents": str, "examples": int, "baseline": bool},
-    "sts": {"text": str, "baseline": bool},
-    "embed": _INVALID,
-    "pairs": _INVALID,
-    "mine": {},
-    "doctor": {},
-}
+# The settings of the commands without a run's configuration, beside the measures. All but ``sts`` have ``data.columns``
+# as well.
+COMMANDS: dict[str, dict[str, type]] = {"embed": _INVALID, "pairs": _INVALID, "mine": {}, "doctor": {}}
 
 
 def check_measure(measure: str) -> None:
@@ -246,11 +237,15 @@ def check_measure(measure: str) -> None:
 
 
 def command_settings(command: str, settings: Settings) -> dict[str, Any]:
-    """Return the arguments from ``--set`` of a command of ``COMMANDS``; ``columns`` only if one is named.
+    """Return the arguments from ``--set`` of a measure or a command of ``COMMANDS``; ``columns`` only if one is named.
 
     Raises ``ConfigError`` for an unknown setting or a wrong type.
     """
-    kinds, found, columns = COMMANDS[command], dict[str, Any](), dict[str, Any]()
+    from raycl.inference.preflight import MEASURES
+
+    kinds, found, columns = COMMANDS.get(command, {}), dict[str, Any](), dict[str, Any]()
+    for name, kind in MEASURES.get(command, {}).items():
+        kinds = {**kinds, "data.max_invalid_fraction" if name == "max_invalid_fraction" else name: kind}
     roles = [] if command == "sts" else [f"data.columns.{name}" for name in Columns.model_fields]
     for path, value in settings_of(settings).items():
         if path in kinds:

@@ -23,6 +23,7 @@ from raycl.evaluation.raw_pixels import BASELINE_SIZE, are_gray, raw_pixels
 from raycl.gpus import available_cores
 from raycl.inference.embed import columns_for, embedded_tables, formats_of, representations, row_bytes
 from raycl.inference.encoder import read_encoders
+from raycl.inference.preflight import check_options
 from raycl.inference.reading import connect_unless_small, counting_decoder, read_images
 from raycl.models.encoder_io import ImageEncoder
 from raycl.models.specs import ImageEncoderSpec
@@ -53,28 +54,32 @@ def evaluate(
     test: str,
     columns: ColumnNames | None = None,
     network: nn.Module | None = None,
-    k: int = 200,
-    temperature: float = 0.07,
+    k: int | None = None,
+    temperature: float | None = None,
     labels_per_class: int | None = None,
     baseline: bool = True,
     gpu: bool = False,
     max_invalid_fraction: float = 0.01,
-    seed: int = 0,
+    seed: int | None = None,
     address: str | None = None,
     quiet: bool = False,
     debug: bool = False,
 ) -> EvaluationResult:
     """Classify ``test`` by the labels of ``train``, with the encoder of ``run``.
 
-    ``k`` and ``temperature`` are of the measure ``knn``, ``labels_per_class`` and ``seed`` of ``linear``.
+    ``k`` (200 by default) and ``temperature`` (0.07) are of the measure ``knn``, ``labels_per_class`` (all labels) and
+    ``seed`` (0) of ``linear``.
 
     Returns ``measure``, ``top1``, ``num_train``, ``num_test`` and ``baseline``: the same measure on raw pixels
     of at most 32 per side, with the mean image subtracted, of a sample of large sets. Raises ``DataError``
     if a set has no labels or their classes differ, ``StorageError`` if the run has no encoder,
-    ``ConfigError`` for an unknown measure.
+    ``ConfigError`` for an unknown measure or an option of the other one.
     """
     if measure not in get_args(Measure):
         raise ConfigError(f"unknown measure {measure!r}; there are {' and '.join(get_args(Measure))}")
+    asked = {"k": k, "temperature": temperature, "labels_per_class": labels_per_class, "seed": seed}
+    chosen: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    check_options(measure, chosen)
     (saved,) = read_encoders(run, ["query"], network=network)
     encoder = saved.build(network)
     columns = columns_for(encoder, columns)
@@ -88,10 +93,10 @@ def evaluate(
     def score(train_set: LabeledSet, test_set: LabeledSet) -> float:
         sets = (train_set.values, train_set.label, test_set.values, test_set.label)
         if measure == "knn":
-            return knn_accuracy(*sets[2:], *sets[:2], k=k, temperature=temperature)
+            return knn_accuracy(*sets[2:], *sets[:2], **chosen)
         from raycl.evaluation.linear import linear_accuracy  # scikit-learn takes a second to import
 
-        return linear_accuracy(*sets, labels_per_class=labels_per_class, seed=seed)
+        return linear_accuracy(*sets, **chosen)
 
     kept = {name: list[pa.Table]() for name in sources}
 

@@ -12,6 +12,16 @@ from raycl.models.registry import SPEC, SideName, check_side
 from raycl.records import CHECKPOINT_LIST, CHECKPOINTS
 from raycl.storage import Place, absolute
 
+_OF_LABELS = {"baseline": bool, "max_invalid_fraction": float}
+# The options of the measures of ``raycl evaluate`` that ``--set`` takes too, with their types.
+MEASURES: dict[str, dict[str, type]] = {
+    "knn": {"k": int, "temperature": float, **_OF_LABELS},
+    "linear": {"labels_per_class": int, "seed": int, **_OF_LABELS},
+    "retrieval": {"queries": str, "documents": str, "examples": int, "baseline": bool},
+    "sts": {"text": str, "baseline": bool},
+}
+_NOT_IN_SET = {"knn": ("columns", "network"), "linear": ("columns", "network"), "retrieval": ("columns",)}
+
 
 def check_package(to: str | None) -> None:
     """Raise ``ConfigError`` unless encoders can be exported to the package."""
@@ -37,6 +47,15 @@ def check_index(index: str | None) -> None:
             raise ConfigError(
                 f"the index needs the package faiss-cpu ({first_line(error)}); pip install 'raycl[faiss]'"
             ) from error
+
+
+def check_options(measure: str, given: Iterable[str]) -> None:
+    """Raise ``ConfigError`` for an option that a measure does not have."""
+    known = {*MEASURES[measure], *_NOT_IN_SET.get(measure, ())}
+    if unknown := sorted({*given} - known):
+        raise ConfigError(
+            f"evaluate {measure} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}"
+        )
 
 
 def check_mining(num_negatives: int, max_relative_score: float) -> None:
