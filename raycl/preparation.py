@@ -147,7 +147,7 @@ def make_tokenizer(
     """
     asked = {"vocabulary_size": vocabulary_size, "lowercase": lowercase, "tokenizer_train_size": num_texts}
     settings = override(recipe("simcse"), {f"text.{name}": value for name, value in asked.items()}).text
-    source = find_source(data, columns)
+    source = find_source(data, UnlabeledColumnNames(**vars(columns)))
     with writing_new(output, is_file=True) as place:
         connect_cluster(address, debug=debug)
         tokenizer = learn_vocabulary(settings, None, columns, [source]).tokenizer

@@ -8,9 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from raycl.data.columns import ColumnNames
 from raycl.data.sources import find_source
 from raycl.errors import ConfigError, DataError, RayclError
-from raycl.preparation import _image_tables, gather_texts
+from raycl.preparation import _image_tables, gather_texts, make_tokenizer
+from raycl.training.data_set import count_tokens
+from tests.texts import invented_texts
 
 ROOT = Path(__file__).parent.parent
 
@@ -143,3 +146,16 @@ def test_negatives_beside_labels_are_refused_as_in_a_run(pairs: Path, tmp_path: 
     assert said.startswith(
         "the dataset has labels ('label') and lists of negatives ('negatives'): remove one"
     )
+
+
+def test_a_tokenizer_reads_texts_beside_labels_of_any_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raycl.preparation.connect_cluster", lambda *_, **__: None)
+    monkeypatch.setattr("raycl.preparation.learn_vocabulary", count_tokens)
+    rows = pa.table({"text": invented_texts(40, seed=1), "label": [number / 2 for number in range(40)]})
+    pq.write_table(rows, tmp_path / "texts.parquet")
+    columns, output = ColumnNames(image=None, text="text"), tmp_path / "tokenizer.json"
+    found = make_tokenizer(str(tmp_path / "texts.parquet"), str(output), columns=columns, vocabulary_size=300)
+    assert output.exists()
+    assert found.num_tokens > 100
