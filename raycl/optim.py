@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, final
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from raycl.distributed import all_sum, num_workers, rank
 from raycl.errors import ConfigError
 
 Schedule = Callable[[int], float]
@@ -153,6 +155,7 @@ class Muon(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Perform one step; closures are not supported."""
+        matrices: list[_Matrices] = []
         for group in self.param_groups:
             by_shape = defaultdict[tuple[int, int] | None, list[Tensor]](list)
             for parameter in group["params"]:
@@ -160,44 +163,75 @@ class Muon(Optimizer):
                     by_shape[self._matrix_shape(parameter)].append(parameter)
             for shape, parameters in by_shape.items():
                 torch._foreach_mul_(parameters, 1.0 - group["lr"] * group["weight_decay"])
-                step = self._adam_step if shape is None else self._orthogonal_step
-                step(group, parameters, [p.grad for p in parameters if p.grad is not None])
+                gradients = [p.grad for p in parameters if p.grad is not None]
+                if shape is None:
+                    self._adam_step(group, parameters, gradients)
+                else:
+                    ahead = self._momentum(group["momentum"], parameters, gradients)
+                    matrices.append(_Matrices(parameters, ahead, 0.2 * max(shape) ** 0.5 * group["lr"]))
+        for each, steps in zip(matrices, _shared([each.ahead for each in matrices]), strict=True):
+            moved = [step.view_as(p) for step, p in zip(steps, each.parameters, strict=True)]
+            torch._foreach_add_(each.parameters, moved, alpha=-each.size)
 
     def _matrix_shape(self, parameter: Tensor) -> tuple[int, int] | None:
         is_matrix = parameter.ndim in (2, 4) and parameter not in self._tables
         return (len(parameter), parameter[0].numel()) if is_matrix else None
 
-    def _orthogonal_step(
-        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]
-    ) -> None:
-        buffers = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in parameters]
-        torch._foreach_lerp_(buffers, gradients, 1.0 - group["momentum"])
-        ahead = torch._foreach_lerp(gradients, buffers, group["momentum"])  # Nesterov
-        steps = _orthogonalized(torch.stack([each.flatten(1) for each in ahead]))
-        size = -0.2 * max(steps.shape[1:]) ** 0.5 * group["lr"]
-        torch._foreach_add_(
-            parameters, [a.view_as(p) for a, p in zip(steps, parameters, strict=True)], alpha=size
-        )
+    def _momentum(self, momentum: float, parameters: list[Tensor], gradients: list[Tensor]) -> Tensor:
+        """Return the momentum of parameters of one shape after Nesterov's look ahead, [number, rows, columns]."""
+        buffers = [self._states(p, "momentum_buffer")["momentum_buffer"] for p in parameters]
+        torch._foreach_lerp_(buffers, gradients, 1.0 - momentum)
+        return torch.stack([each.flatten(1) for each in torch._foreach_lerp(gradients, buffers, momentum)])
 
     def _adam_step(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        (first, second), states = group["betas"], [self.state[p] for p in parameters]
+        first, second = group["betas"]
+        states = [self._states(p, "exp_avg", "exp_avg_sq") for p in parameters]
         for state in states:
             state["step"] = state.get("step", 0) + 1
-        means = [
-            s.setdefault("exp_avg", torch.zeros_like(p)) for s, p in zip(states, parameters, strict=True)
-        ]
-        squares = [
-            s.setdefault("exp_avg_sq", torch.zeros_like(p)) for s, p in zip(states, parameters, strict=True)
-        ]
+        means, squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
         torch._foreach_lerp_(means, gradients, 1.0 - first)
         torch._foreach_mul_(squares, second)
         torch._foreach_addcmul_(squares, gradients, gradients, 1.0 - second)
-        roots = torch._foreach_div(
-            torch._foreach_sqrt(squares), [(1.0 - second ** s["step"]) ** 0.5 for s in states]
-        )
+        scales = [(1.0 - second ** state["step"]) ** 0.5 for state in states]
+        roots = torch._foreach_div(torch._foreach_sqrt(squares), scales)
         torch._foreach_add_(roots, 1e-8)
-        sizes = [-group["lr"] / (1.0 - first ** s["step"]) for s in states]
+        sizes = [-group["lr"] / (1.0 - first ** state["step"]) for state in states]
         torch._foreach_addcdiv_(parameters, means, roots, sizes)
+
+    def _states(self, parameter: Tensor, *names: str) -> dict[str, Any]:
+        state = self.state[parameter]
+        for name in names:
+            if name not in state:
+                state[name] = torch.zeros_like(parameter)
+        return state
+
+
+@final
+@dataclass(frozen=True)
+class _Matrices:
+    """Parameters of one shape, their momentum as matrices, and the size of their step."""
+
+    parameters: list[Tensor]
+    ahead: Tensor
+    size: float
+
+
+def _shared(stacks: list[Tensor]) -> list[Tensor]:
+    """Orthogonalize stacks of matrices, each matrix on one worker.
+
+    The work is divided, and the weights stay equal on all workers, also if their processors round differently.
+    """
+    if num_workers() == 1:
+        return [_orthogonalized(each) for each in stacks]
+    steps, first = [torch.zeros_like(each) for each in stacks], 0
+    for matrices, step in zip(stacks, steps, strict=True):
+        mine = slice((rank() - first) % num_workers(), None, num_workers())
+        first += len(matrices)
+        if len(step[mine]):
+            step[mine] = _orthogonalized(matrices[mine])
+    together = all_sum(torch.cat([step.flatten() for step in steps])) if steps else torch.empty(0)
+    parts = together.split([step.numel() for step in steps])
+    return [part.view_as(step) for part, step in zip(parts, steps, strict=True)]
 
 
 def _orthogonalized(matrices: Tensor) -> Tensor:

@@ -294,7 +294,7 @@ def test_small_images_get_a_small_encoder_without_a_gpu(name: str, monkeypatch: 
     assert planned("augment.crop_scale=[0.5,1]").augment.crop_scale == (0.5, 1.0)
     assert planned(own=True) == papers
     assert notes[0] == (
-        f"without a GPU, images of 32 pixels train a small resnet10 in float32{' with muon' * with_muon}; "
+        f"without a GPU, images of 32 pixels train a small resnet10 in float32 with {on_cpu.optimizer.name}; "
         "the paper's settings are --set encoder.name=resnet18"
     )
     assert [bool(note) for note in notes] == [True, False, False, False, False, True, False]

@@ -1,5 +1,6 @@
 """Optimizers against their formulas in numpy, and schedules as functions of the step."""
 
+import copy
 import math
 
 import numpy as np
@@ -151,6 +152,22 @@ def test_muon_moves_all_but_matrices_as_adamw() -> None:
             each.step()
     for name, each in ours.named_parameters():
         torch.testing.assert_close(each, theirs.get_parameter(name), rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_muon_continues_from_its_saved_state() -> None:
+    modules = [nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)) for _ in range(2)]
+    optimizers = [build_optimizer("muon", each) for each in modules]
+    for number in range(4):
+        if number == 2:
+            modules[1].load_state_dict(modules[0].state_dict())
+            optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+        for module, optimizer in zip(modules[: 1 if number < 2 else 2], optimizers, strict=False):
+            set_learning_rate(optimizer, RATE)
+            optimizer.zero_grad()
+            module(torch.arange(8.0).reshape(2, 4) - number).square().sum().backward()
+            optimizer.step()
+    for ours, resumed in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
+        assert ours.equal(resumed)
 
 
 @pytest.mark.parametrize("max_norm", [0.3, 1e3])

@@ -1,6 +1,7 @@
 """Build a run's configuration from a recipe, flags, settings and the first rows of the data."""
 
 import contextlib
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -96,7 +97,7 @@ def _is_papers_optimizer(pairs: Mapping[str, Any], config: RunConfig) -> bool:
     """Return whether settings name another optimizer, or a learning rate, which is meant for the paper's."""
     if "optimizer.name" in pairs:
         return pairs["optimizer.name"] != config.optimizer.name
-    return any(key in pairs for key in ("optimizer", "stages", "stages.0", "stages.0.learning_rate"))
+    return any(re.fullmatch(r"optimizer|stages(\.\d+(\.learning_rate)?)?", key) for key in pairs)
 
 
 def _precision_on_cpu(resumed: str | None) -> str:
@@ -114,10 +115,9 @@ def _departures(config: RunConfig, papers: RunConfig, *, gray: bool, is_set: boo
     """Return a line for each departure of a recipe from the paper that the user has not set."""
     size, notes = config.data.image_size, []
     if config.encoder != papers.encoder and not is_set:
-        optimizer = config.optimizer.name
         notes.append(
-            f"without a GPU, images of {size} pixels train a small {config.encoder.name} in {config.tower_precision}"
-            f"{f' with {optimizer}' if optimizer != papers.optimizer.name else ''}; the paper's settings are "
+            f"without a GPU, images of {size} pixels train a small {config.encoder.name} in "
+            f"{config.tower_precision} with {config.optimizer.name}; the paper's settings are "
             f"--set encoder.name={papers.encoder.name}"
         )
     if gray and config.augment.rotation > papers.augment.rotation and not config.augment.flip:

@@ -23,7 +23,7 @@ if _DYNAMO not in sys.modules:
     sys.modules[_DYNAMO] = _stub
     try:
         # Another version may ask for more: it is imported again below.
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(ImportError, AttributeError):
             import torchvision  # noqa: F401
     finally:
         del sys.modules[_DYNAMO]

@@ -43,8 +43,8 @@ def recipe(name: str, *, image_size: int = 224, gray: bool = False, on_cpu: bool
     """Return the configuration of recipe ``name`` for images of ``image_size`` pixels, 8 to 1024.
 
     ``name`` may be a configuration of another library, such as ``lightly:simclr``. ``on_cpu`` replaces the papers'
-    encoder of small images by a smaller one, ``gray`` the views of small photographs by those of glyphs; captioned
-    images and other libraries ignore both. Raises ``ConfigError`` for an unknown name or an invalid size.
+    encoder of small images by a smaller one with its crops and optimizer, ``gray`` the views of small photographs by
+    those of glyphs; captioned images and other libraries ignore both. Raises ``ConfigError`` for an unknown name or an invalid size.
     """
     if new := present_name(f"recipe={name}"):
         raise ConfigError(f"unknown recipe {name!r}; it is now {new.removeprefix('recipe=')}")

@@ -231,7 +231,7 @@ class Explorer:
         return self._neighbors(self._ask_of_sample(lambda bank: bank.nearest_of(sample_id, k)))
 
     async def nearest_to_query(self, request: Request, k: NumNeighbors = 10) -> schemas.Neighbors:
-        """Find the rows nearest to an image or a text, encoded by the run's last checkpoint."""
+        """Find the rows nearest to an image or a text, encoded as the rows are."""
         kind, content = await read_query(request)
         return await run_in_threadpool(self._nearest_to, kind, content, k)
 

@@ -134,7 +134,7 @@ class _TorchBackend(Backend):
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
         left = worker_group.execute_async(_leave_group, is_group=len(worker_group) > 1)
         with contextlib.suppress(GetTimeoutError):
-            ray.get(left, timeout=float(os.environ["TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S"]))
+            ray.get(left, timeout=float(os.environ.get("TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S", "5")))
 
 
 def _join_group(address: str, port: int, backend: str) -> None:

@@ -1,12 +1,13 @@
 """Processes that stand ready to replace lost ones, so that a group starts without new processes and their imports.
 
 Each worker and controller asks Ray on its node for an idle process with its own environment, which imports the modules
-that it will need. The first worker asks on other nodes with room for a worker too, until Ray agrees, once for each node and run. Ray gives
-idle processes of the same job and environment to new actors. A process that cannot be had costs time only: Ray then starts
-one when it is needed.
+that it will need. The first worker asks on other nodes with room for a worker too, until Ray agrees. Ray gives idle
+processes of the same job and environment to new actors. A process that cannot be had costs time only: Ray then starts one
+when it is needed.
 """
 
 import contextlib
+import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -75,7 +76,10 @@ def stand_by_elsewhere(coordinator: Any, number: int = 1, *, workers: int, began
             # Ray restarts a dead coordinator; the next look asks it again.
             with contextlib.suppress(Exception):
                 nodes = nodes_with_room(ray.nodes(), ray.get_runtime_context().get_assigned_resources())
-                new = coordinator.nodes_without_standby.remote(list(nodes), most=2 * workers)
+                shuffled = random.Random().sample(
+                    list(nodes), len(nodes)
+                )  # nodes that refuse must not delay others
+                new = coordinator.nodes_without_standby.remote(shuffled, most=2 * workers)
                 for node in ray.get(new, timeout=_TIMEOUT_S):
                     if request_standby(number, address=nodes[node]):
                         coordinator.add_standby_node.remote(node)

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from raycl import optim
 from raycl.data.split import Holdout
 from raycl.distributed import (
     all_agree,
@@ -23,6 +25,7 @@ from raycl.distributed import (
     rank,
 )
 from raycl.errors import RayclError
+from raycl.optim import build_optimizer, set_learning_rate
 from raycl.recipes import recipe
 from raycl.training.loop import Trainer
 from tests.workers.processes import run_workers
@@ -219,3 +222,32 @@ def test_uneven_rows_are_stacked_without_padding_and_get_summed_gradients() -> N
         assert torch.equal(stacked, rows)
         assert torch.equal(its_ids, ids)
         assert torch.equal(gradient, expected)
+
+
+def _move_by_muon(number: int, _: int, rounding: float) -> list[Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, 5), nn.Unflatten(1, (5, 1, 1)), nn.Conv2d(5, 3, 1)
+    )
+    optimizer = build_optimizer("muon", net)
+    set_learning_rate(optimizer, 0.1)
+    orthogonalized = optim._orthogonalized
+    with patch.object(optim, "_orthogonalized", lambda rows: orthogonalized(rows) * (1 + number * rounding)):
+        for step in range(3):
+            optimizer.zero_grad()
+            net(torch.arange(12.0).view(2, 6) - step).square().sum().backward()
+            optimizer.step()
+    return [each.detach() for each in net.parameters()]
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_muon_divides_its_matrices_and_keeps_the_weights_of_all_workers_equal(workers: int) -> None:
+    (alone,) = run_workers(_move_by_muon, 1, 0.0)
+    for found in run_workers(_move_by_muon, workers, 0.0):
+        for ours, expected in zip(found, alone, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+    # Workers whose processors compute differently.
+    first, *others = run_workers(_move_by_muon, workers, 0.01)
+    for other in others:
+        assert all(ours.equal(expected) for ours, expected in zip(other, first, strict=True))
+    assert not first[0].allclose(alone[0], rtol=1e-3)

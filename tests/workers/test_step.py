@@ -104,6 +104,7 @@ HEADS = {"projection_head.hidden_dim": 24, "prediction_head.hidden_dim": 24, "op
 METHODS: dict[str, dict[str, Any]] = {
     "simclr": {},
     "simclr with a clipped gradient": {"recipe": "simclr", "optimizer.max_grad_norm": 0.05},
+    "simclr with muon": {"recipe": "simclr", "optimizer.name": "muon"},
     "simclr with averaged weights": {"recipe": "simclr", "ema_decay": 0.5},
     "sogclr": {"negatives.bank_momentum": 0.4},
     "sogclr of many views": {"recipe": "sogclr"} | MANY,
