@@ -195,8 +195,8 @@ MUTATIONS = [
     Mutation(
         "muon skips Nesterov's look ahead",
         "raycl/optim.py",
-        'torch._foreach_lerp(gradients, buffers, group["momentum"])',
-        "list(buffers)",
+        "torch._foreach_lerp(gradients, buffers, momentum)",
+        "buffers",
         "tests/test_optim.py",
     ),
     Mutation(

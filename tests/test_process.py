@@ -257,6 +257,7 @@ def test_the_first_worker_asks_each_other_node_until_it_agrees_as_nodes_join(
     context = SimpleNamespace(get_assigned_resources=lambda: {"CPU": 2.0})
     monkeypatch.setattr("ray.get_runtime_context", lambda: context)
     monkeypatch.setattr("raycl.training.standby.request_standby", request)
+    monkeypatch.setattr("random.Random.sample", lambda self, population, k: sorted(population))
     with pytest.raises(EndOfTest):
         stand_by_elsewhere(actor, 2, workers=2, began=0.0)
     # Four nodes in all for two workers; a node that refused is asked again.
