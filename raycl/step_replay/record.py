@@ -18,8 +18,8 @@ from raycl.storage import Place, absolute
 class RecordedRun:
     """The configuration of a run, the addresses and the number of its rows, its lines of metrics and its result.
 
-    ``data`` is empty for a Ray Dataset, which has no address, unless they were given. ``lines`` lack the steps that a rollback undid. ``rollback_steps``
-    are the steps that the run was rolled back to.
+    ``data`` is empty for a Ray Dataset, which has no address, unless they were given. ``lines`` lack the steps that a
+    rollback undid. ``rollback_steps`` are the steps that the run was rolled back to.
     """
 
     output: Place
