@@ -207,6 +207,8 @@ def digits(job: Job, texts: Explored, port: int) -> Iterator[Explored]:
         pytest.fail((job.data.parent / "errors").read_text())
     explored = serve("digits", port, "--data", job.data)
     wait_until(lambda: connect_bank("digits").stats().filled or job.process.poll() is not None)
+    # On a busy machine the first answer, for which the explorer connects to the bank, may take longer than a page waits.
+    wait_until(lambda: explored.api("stats")[0] == 200 or job.process.poll() is not None)
     yield explored
     explored.process.kill()
 
@@ -357,6 +359,7 @@ def test_the_page_is_accessible_and_fits_the_screen(
     name = {("light", 1280): "explorer.png", ("dark", 390): "explorer-phone.png"}.get((scheme, size["width"]))
     if PICTURES:
         page.wait_for_timeout(150_000 if name == "explorer.png" else 4_000)  # for visible curves
+    expect(page.locator("#state-text")).to_have_text("Live", timeout=90_000)
     newest = connect_bank("digits").negatives().sample_id[-1]
     page.get_by_label("Sample id", exact=True).last.fill(str(newest))
     find_neighbors(page)
