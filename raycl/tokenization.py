@@ -23,7 +23,7 @@ from raycl.errors import ConfigError, DataError, InvalidValueError
 PADDING = 0
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
 _BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())  # one printable character for each byte
-_SPACE = "Ġ"  # stands for the space that byte-level cutting puts before each word
+_WORD_MARKS = "Ġ▁"  # stand for the space before a word, in byte-level tokenizers and in the others
 # Stand for the first UTF-8 bytes of characters that are written without spaces.
 _CHINESE_OR_JAPANESE = tuple("ãäåæçèé")
 
@@ -128,6 +128,11 @@ class Tokenizer:
         special = np.array([number for number, token in added.items() if token.special], np.int64)
         return tuple(sorted(self._swap_padding(special).tolist()))
 
+    @property
+    def _continuation_mark(self) -> str:
+        """The mark of tokens that continue a word, as BERT's; empty if beginnings are marked instead."""
+        return json.loads(self._text)["model"].get("continuing_subword_prefix") or ""
+
     @cached_property
     def begins_word(self) -> NDArray[np.bool_]:
         """Whether each token begins a word, [num_tokens]; the others continue one.
@@ -136,14 +141,28 @@ class Tokenizer:
         Chinese, each token that does not start inside a character is a word.
         """
         begins = np.zeros(self.num_tokens, np.bool_)
-        # BERT marks continuations, the others mark beginnings: byte-level ones by "Ġ".
-        continuation = json.loads(self._text)["model"].get("continuing_subword_prefix")
+        continuation = self._continuation_mark
         for token, number in self._vocabulary.items():
             if continuation:
                 begins[number] = not token.startswith(continuation)
             else:
-                begins[number] = token.startswith((_SPACE, "▁", *_CHINESE_OR_JAPANESE))
+                begins[number] = token.startswith((*_WORD_MARKS, *_CHINESE_OR_JAPANESE))
         return begins[self._swap_padding(np.arange(self.num_tokens))]
+
+    @cached_property
+    def spellings(self) -> list[str]:
+        """The characters of each token, [num_tokens], a space before those that begin a word.
+
+        Special tokens have none. A byte-level token has one character for each byte.
+        """
+        special, continuation = set(self.special_tokens), self._continuation_mark
+        spellings = [""] * self.num_tokens
+        numbers = self._swap_padding(np.array(list(self._vocabulary.values()))).tolist()
+        for token, number in zip(self._vocabulary, numbers, strict=True):
+            if number not in special:
+                text = token.lstrip(_WORD_MARKS).removeprefix(continuation)
+                spellings[number] = " " * bool(self.begins_word[number]) + text
+        return spellings
 
     def encode(self, texts: Sequence[str], max_length: int) -> list[NDArray[np.int32]]:
         """Return the tokens of each text, 1 to ``max_length`` of them.

@@ -328,6 +328,13 @@ MUTATIONS = [
         "tests/test_gcl.py",
     ),
     Mutation(
+        "a rare n-gram of subwords counts no more than a frequent one",
+        "raycl/models/text.py",
+        "rarity = np.log((1 + len(ngrams)) / (1 + np.bincount(column)))[column]",
+        "rarity = np.ones(len(column))",
+        "tests/test_text_encoders.py",
+    ),
+    Mutation(
         "the documents of local pairs have the loss of the queries",
         "raycl/losses/mutual.py",
         "column_loss(positive, *of_columns, everything)",

@@ -6,9 +6,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from sklearn.feature_extraction.text import TfidfVectorizer
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -16,8 +18,11 @@ from raycl.errors import ConfigError
 from raycl.gradient_cache import embed_in_chunks
 from raycl.losses import nt_xent
 from raycl.models import packed
+from raycl.models.build import build_encoder, encoder_specs
 from raycl.models.text import BagOfSubwords, TextTransformer, build_text_encoder, text_representation_dim
 from raycl.models.towers import Tower
+from raycl.recipes import recipe
+from raycl.tokenization import Vocabulary
 
 NUM_TOKENS, MAX_LENGTH = 50, 24
 SMALL = {"dim": 32, "hidden_dim": 64}
@@ -206,6 +211,54 @@ def test_initial_token_weights_are_used_and_trained() -> None:
     encoder(tokens)[:, 0].sum().backward()
     assert encoder.log_weights.grad is not None
     assert set(encoder.log_weights.grad.nonzero().flatten().tolist()) == set(tokens.flatten().tolist()) - {0}
+
+
+def test_tokens_that_are_spelled_alike_start_near_each_other() -> None:
+    spellings = ["", " dog", " dogs", " hot", "dog", " doghouse", "s", " dogs", "houses", " cat"]
+    torch.manual_seed(2)
+    encoder = build_text_encoder(
+        "bag_of_subwords",
+        num_tokens=len(spellings),
+        max_length=9,
+        arguments={"dim": 200_000, "hidden_dim": 0, "weighted": False},
+    )
+    assert isinstance(encoder, BagOfSubwords)
+    encoder.start_vectors(spellings)
+    vectors = encoder.token_embedding.weight.detach()
+    # The same by scikit-learn, whose inverse frequency is one larger: a column for each n-gram, and for each token.
+    ngrams = TfidfVectorizer(
+        analyzer="char", ngram_range=(3, 5), lowercase=False, binary=True, min_df=2, norm=None
+    )
+    found = ngrams.fit_transform(spellings).toarray()
+    own = np.log((1 + len(spellings)) / 2) * np.eye(len(spellings))
+    columns = np.concatenate([own, np.where(found > 0, found - 1, 0)], axis=1)
+    columns /= np.linalg.norm(columns, axis=1, keepdims=True)
+    expected = torch.tensor(columns @ columns.T, dtype=torch.float32)
+    assert expected[1, 2] > 0.2
+    torch.testing.assert_close(vectors[1:] @ vectors[1:].T / 200_000, expected[1:, 1:], rtol=0, atol=0.015)
+    assert not vectors[0].any()
+    before = vectors.clone()
+    encoder.start_vectors(list("abcdefghij"))
+    torch.testing.assert_close(encoder.token_embedding.weight.detach(), before)
+    with pytest.raises(ConfigError, match="came 2 for 10 tokens; give one for each token"):
+        encoder.start_vectors(spellings[:2])
+
+
+def test_the_encoder_of_a_run_starts_from_spellings() -> None:
+    config = recipe("two_tower")
+    vocabulary = Vocabulary.of_texts(
+        ["a walker walks and has walked", "another talker talks and has talked"] * 9,
+        max_length=32,
+        size=340,
+        lowercase=True,
+    )
+    (spec,) = encoder_specs(config, vocabulary.tokenizer)
+    encoders = [build_encoder(config, spec, vocabulary) for _ in range(2)]
+    vectors = [F.normalize(each.token_embedding.weight, dim=1) for each in encoders]  # pyright: ignore
+    assert torch.equal(*vectors)
+    number_of = {spelling: number for number, spelling in enumerate(vocabulary.tokenizer.spellings)}
+    walks, walked, talks = (vectors[0][number_of[name]] for name in (" walks", " walked", " talks"))
+    assert walks @ walked > walks @ talks + 0.1 > 0.1
 
 
 # Randomness and precision

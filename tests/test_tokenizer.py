@@ -290,6 +290,13 @@ def test_a_tokenizer_of_another_tool_keeps_its_tokens_except_for_padding() -> No
             assert ours.encode([text], max_length)[0].tolist() == expected
     begins = {name: bool(ours.begins_word[n]) for name, n in theirs.get_vocab().items() if n > 3}
     assert {name for name, is_begin in begins.items() if is_begin} == {"Ġ", "Ġb", "Ġba"}
+    spelled = {name: ours.spellings[n] for name, n in theirs.get_vocab().items() if n > 3}
+    assert {name: spelling for name, spelling in spelled.items() if spelling != name} == {
+        "Ġ": " ",
+        "Ġb": " b",
+        "Ġba": " ba",
+    }
+    assert ours.spellings[:4] == [""] * 4
 
 
 def test_word_continuations_are_recognized_in_berts_tokenizers() -> None:
@@ -300,6 +307,7 @@ def test_word_continuations_are_recognized_in_berts_tokenizers() -> None:
     (row,) = ours.encode(["badafi ba"], 9)
     assert row.tolist() == [1, 2, 3, 1]
     assert ours.begins_word[row].tolist() == [True, False, False, True]
+    assert [ours.spellings[token] for token in row] == [" ba", "da", "fi", " ba"]
 
 
 def test_the_token_with_id_0_is_exchanged_with_the_padding() -> None:
@@ -310,6 +318,7 @@ def test_the_token_with_id_0_is_exchanged_with_the_padding() -> None:
     ours = Tokenizer(theirs.to_str())
     assert ours.encode(["bada"], 9)[0].tolist() == [3, 1]
     assert ours.begins_word.tolist() == [False, False, False, True]
+    assert ours.spellings == ["", "da", "<unk>", " ba"]
     assert ours.special_tokens == (0,)
 
 

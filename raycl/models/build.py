@@ -12,7 +12,7 @@ from raycl.errors import ConfigError, StorageError
 from raycl.models.image import representation_dim
 from raycl.models.registry import OWN, TOKENIZER, VITS
 from raycl.models.specs import EncoderSpec, HeadSpec, ImageEncoderSpec, TextEncoderSpec
-from raycl.models.text import text_representation_dim
+from raycl.models.text import BagOfSubwords, text_representation_dim
 from raycl.models.towers import Tower, Towers, TwoTowers, build_projection_head
 from raycl.storage import Place
 from raycl.tokenization import Tokenizer, Vocabulary
@@ -80,15 +80,16 @@ def _common_fields(config: RunConfig, *, is_text: bool) -> dict[str, Any]:
 def build_encoder(config: RunConfig, spec: EncoderSpec, vocabulary: Vocabulary | None) -> nn.Module:
     """Build an untrained encoder; equal seeds give equal weights.
 
-    A bag of subwords starts from the token weights of the vocabulary.
+    A bag of subwords starts from the spellings and the token weights of the vocabulary.
     """
     torch.manual_seed(config.seed)
     encoder = spec.build()
     if config.encoder.freeze_patches and spec.name in VITS:
         encoder.conv_proj.requires_grad_(False)  # pyright: ignore[reportCallIssue]
-    weights = None if vocabulary is None else vocabulary.weights
-    if weights is not None and isinstance(spec, TextEncoderSpec) and hasattr(encoder, "start_weights"):
-        encoder.start_weights(torch.tensor(weights))  # pyright: ignore[reportCallIssue]
+    if vocabulary is not None and isinstance(encoder, BagOfSubwords):
+        encoder.start_vectors(vocabulary.tokenizer.spellings)
+        if vocabulary.weights is not None:
+            encoder.start_weights(torch.tensor(vocabulary.weights))
     return encoder
 
 

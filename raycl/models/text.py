@@ -1,10 +1,14 @@
 """Text encoders: tokens [batch, length] to representations [batch, dim]."""
 
 import importlib
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, final
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -190,6 +194,37 @@ class BagOfSubwords(nn.Module):
             )
         own.copy_(weights.log())
 
+    @torch.no_grad()
+    def start_vectors(self, spellings: Sequence[str]) -> None:
+        """Move the vectors of tokens that are spelled alike towards each other, such as those of "run" and "runs".
+
+        Each vector becomes a sum, of unit variance, of itself and a random vector for each n-gram of 3 to 5 characters that
+        the token shares with others, weighted by the inverse frequency of the n-gram among tokens (n-grams as in
+        fastText; Bojanowski et al., 2017). ``spellings`` has the characters of each token, [num_tokens], as
+        :attr:`raycl.tokenization.Tokenizer.spellings`; raises ``ConfigError`` unless they fit.
+        """
+        if len(spellings) != self._num_tokens:
+            raise ConfigError(
+                f"spellings do not fit, came {len(spellings)} for {self._num_tokens} tokens; give one for each token"
+            )
+        ngrams = [_ngrams(each) for each in spellings]
+        counts = Counter(chain.from_iterable(ngrams))
+        shared = {ngram: column for column, ngram in enumerate(each for each in counts if counts[each] > 1)}
+        pairs = [(token, shared[each]) for token, own in enumerate(ngrams) for each in own if each in shared]
+        token, column = np.array(pairs, np.int64).reshape(-1, 2).T
+        rarity = np.log((1 + len(ngrams)) / (1 + np.bincount(column)))[column]
+        of_itself = math.log((1 + len(ngrams)) / 2)
+        norm = np.sqrt(of_itself**2 + np.bincount(token, rarity**2, minlength=len(ngrams)))
+        vectors = self.token_embedding.weight
+        directions = torch.randn(len(shared), vectors.shape[1])
+        share = torch.sparse_coo_tensor(
+            torch.from_numpy(np.stack([token, column])),
+            torch.tensor(rarity / norm[token], dtype=vectors.dtype),
+            (len(ngrams), len(shared)),
+            check_invariants=False,
+        )
+        vectors.mul_(torch.tensor(of_itself / norm, dtype=vectors.dtype)[:, None]).add_(share @ directions)
+
     def forward(self, tokens: Tensor) -> Tensor:
         """Return representations [batch, dim]; raises ``ConfigError`` for tokens of another vocabulary."""
         rows = PackedTokens.checked(tokens, num_tokens=self._num_tokens, max_length=self._max_length)
@@ -265,6 +300,13 @@ class HuggingFaceEncoder(nn.Module):
             return tokens
         swapped = torch.where(tokens == self._padding, PADDING, tokens)
         return torch.where(tokens == PADDING, self._padding, swapped)
+
+
+def _ngrams(spelling: str) -> list[str]:
+    """Return the n-grams of 3 to 5 characters, sorted, each once."""
+    return sorted(
+        {spelling[at : at + length] for length in (3, 4, 5) for at in range(len(spelling) - length + 1)}
+    )
 
 
 def _check_pooling(pooling: str) -> None:
