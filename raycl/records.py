@@ -94,6 +94,17 @@ def read_metrics(output: Place) -> list[dict[str, Any]]:
     ]
 
 
+def read_line(line: str | bytes) -> dict[str, Any] | None:
+    """Return a line of ``metrics.jsonl``, None if it is damaged."""
+    try:
+        values = with_new_names(json.loads(line))
+        numbers = [values["step"], *(values.get(name) or 0 for name in ("time", "epoch", "num_steps"))]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    is_valid = isinstance(numbers[0], int) and all(isinstance(each, int | float) for each in numbers)
+    return values if is_valid else None
+
+
 def _parsed(line: str, name: str) -> dict[str, Any]:
     try:
         return json.loads(line)

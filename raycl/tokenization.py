@@ -80,7 +80,7 @@ class Tokenizer:
     """Cut texts into token ids below ``num_tokens``; 0 is the padding.
 
     ``text`` is the content of a ``tokenizer.json``, made by :func:`train_tokenizer` or another tool. If
-    its padding id is not 0, as in RoBERTa's, the two ids are swapped. Names of special tokens in a text
+    its padding id (``padding``) is not 0, as in RoBERTa's, the two ids are swapped. Names of special tokens in a text
     ("[SEP]") are read as plain text. Raises ``ConfigError`` if the file is damaged.
     """
 
@@ -99,7 +99,7 @@ class Tokenizer:
         if self._tokenizer.decoder is None:  # raycl's own files have none
             self._tokenizer.decoder = decoders.ByteLevel()
         self._vocabulary = self._tokenizer.get_vocab()
-        self._padding = self._id_of("[PAD]", "<pad>")
+        self.padding = self._id_of("[PAD]", "<pad>")
         self._unknown = self._id_of("[UNK]", "<unk>")
         self._before, self._after = self._added_tokens()
 
@@ -218,10 +218,10 @@ class Tokenizer:
 
     def _swap_padding(self, ids: NDArray[Any]) -> NDArray[Any]:
         """Exchange the library's padding id and ``PADDING``; applied twice it changes nothing."""
-        if self._padding == PADDING:
+        if self.padding == PADDING:
             return ids
-        is_padding = ids == self._padding
-        swapped = np.where(is_padding, PADDING, np.where(ids == PADDING, self._padding, ids))
+        is_padding = ids == self.padding
+        swapped = np.where(is_padding, PADDING, np.where(ids == PADDING, self.padding, ids))
         return swapped.astype(ids.dtype)
 
 

@@ -127,6 +127,28 @@ def test_the_graph_holds_less_memory(name: str, most: float, tmp_path: Path) -> 
     assert saved_bytes(encoder, rows) < most * before
 
 
+@pytest.mark.parametrize("num_layers", [2, 5])
+def test_blocks_that_use_other_outputs_of_blocks_are_recomputed_one_by_one(num_layers: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    # T5 computes the position bias in the first block and hands it on.
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2, "num_layers": num_layers}
+    torch.manual_seed(0)
+    model = transformers.T5EncoderModel(transformers.T5Config(vocab_size=50, dropout_rate=0.0, **sizes))
+    blocks = list(model.encoder.block)
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        model(input_ids=TOKENS).last_hidden_state.square().sum().backward()
+        return [each.grad.clone() for each in model.parameters()]
+
+    expected = gradients()
+    checkpoint_activations(model, blocks, every=1)
+    assert all(a.equal(b) for a, b in zip(gradients(), expected, strict=True))
+    checkpoint_activations(model, blocks, every=2)
+    with pytest.raises(ConfigError, match="T5Block takes others from the block before it; set it to 1"):
+        gradients()
+
+
 def test_a_copy_of_a_network_recomputes_with_its_own_weights() -> None:
     encoder = build_image_encoder("resnet10", image_size=32, width=0.125)
     checkpoint_activations(encoder, residual_blocks(encoder), every=2)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ray.exceptions import OwnerDiedError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ObjectLostError, OwnerDiedError, RayActorError, RayError, RayTaskError
 
 from raycl.training.encoder_pool import ActorLauncher, Encoded, PoolActor, start_pool
 
@@ -22,7 +22,13 @@ class FakeEncoder:
     """An encoder that is ready once ``starts`` is set, and answers once ``go`` is set, or dies."""
 
     def __init__(
-        self, number: int, starts: asyncio.Event, go: asyncio.Event, *, dies: bool, fails_at_start: bool
+        self,
+        number: int,
+        starts: asyncio.Event,
+        go: asyncio.Event,
+        *,
+        dies: RayError | None,
+        fails_at_start: bool,
     ) -> None:
         self.number, self.starts, self.go = number, starts, go
         self.dies, self.fails_at_start = dies, fails_at_start
@@ -36,7 +42,7 @@ class FakeEncoder:
     async def _encode(self, version: int, weights: Any, rows: Any, how: Any) -> Any:
         await self.go.wait()
         if self.dies:
-            raise RayActorError
+            raise self.dies
         if isinstance(rows, Exception):
             raise rows
         return np.array([[self.number, weights, rows]], np.float32)
@@ -45,8 +51,11 @@ class FakeEncoder:
 class FakeLauncher:
     needs = "2 CPUs on one node"
 
-    def __init__(self, *, dying: tuple[int, ...] = (), failing: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, *, dying: tuple[int, ...] = (), failing: tuple[int, ...] = (), death: RayError | None = None
+    ) -> None:
         self.starts, self.go, self.dying, self.failing = asyncio.Event(), asyncio.Event(), dying, failing
+        self.death = death or RayActorError()
         self.starts.set()
         self.go.set()
         self.num_started, self.running = 0, set[int]()
@@ -55,8 +64,8 @@ class FakeLauncher:
         number = self.num_started
         self.num_started += 1
         self.running.add(number)
-        faults = {"dies": number in self.dying, "fails_at_start": number in self.failing}
-        return FakeEncoder(number, self.starts, self.go, **faults)
+        dies = self.death if number in self.dying else None
+        return FakeEncoder(number, self.starts, self.go, dies=dies, fails_at_start=number in self.failing)
 
     def stop(self, encoder: FakeEncoder) -> None:
         self.running.discard(encoder.number)
@@ -134,9 +143,15 @@ def test_more_requests_than_encoders_wait_and_are_answered_in_order() -> None:
     run(check())
 
 
-def test_the_request_of_a_dead_encoder_goes_to_another_one_and_the_dead_one_is_replaced() -> None:
+# An answer that is lost with the node of its encoder is an object of the pool, whose owner lives.
+@pytest.mark.parametrize(
+    "death", [RayActorError(), ObjectLostError("0" * 56, None, "")], ids=["dead", "answer"]
+)
+def test_the_request_of_a_dead_encoder_goes_to_another_one_and_the_dead_one_is_replaced(
+    death: RayError,
+) -> None:
     async def check() -> None:
-        launcher, reports = FakeLauncher(dying=(0,)), list[str]()
+        launcher, reports = FakeLauncher(dying=(0,), death=death), list[str]()
         pool = await pool_of(launcher, 2, 2, report=reports.append)
         found = await pool.encode([10], {})
         assert found and found.embeddings[0, 0] == 1

@@ -60,6 +60,7 @@ def test_a_finished_run_has_its_progress_and_best_figure(tmp_path: Path) -> None
         "metric": "knn_top1",
         "best": 0.8,
         "time": 1_700_000_200,
+        "num_damaged": 0,
     }
 
 
@@ -99,6 +100,27 @@ def test_a_run_without_log_and_a_damaged_one_are_listed(tmp_path: Path) -> None:
         None,
     )
     assert abs(time.time() - run.time) < 60
+
+
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_damaged_lines_are_skipped_and_counted(tmp_path: Path, place: int) -> None:
+    lines_written = [line_of(10), evaluation(20, knn_top1=0.5), line_of(30)]
+    log = write_run(tmp_path / "run", lines_written, result={"status": "running"}) / "metrics.jsonl"
+    lines = log.read_bytes().splitlines()
+    lines[place:place] = [
+        b'{"step": 40, "lo',
+        b"\0\0\0",
+        b"[]",
+        b'{"event": "rollback", "step": null}',
+        b'{"step": 40, "knn_top1": 1, "text": "\xff"}',
+        b'{"step": "x", "knn_top1": 1}',
+        b'{"step": 40, "knn_top1": ' + b"[" * 100_000,
+    ]
+    log.write_bytes(b"\n".join(lines))
+    run = only(tmp_path)
+    assert (run.step, run.best, run.num_damaged) == (30, 0.5, 7)
+    done = CliRunner().invoke(app, ["runs", str(tmp_path)])
+    assert done.output.splitlines()[-1] == "damaged lines of metrics.jsonl were skipped: run (7)"
 
 
 def test_a_run_is_running_while_its_lease_is_alive(tmp_path: Path) -> None:

@@ -4,13 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+import torch
+from tokenizers import models, pre_tokenizers, processors
 
 from raycl.config import RunConfig
 from raycl.config.overrides import override
 from raycl.errors import ConfigError
+from raycl.models.build import build_encoder, encoder_specs
 from raycl.recipes import recipe
 from raycl.storage import Place
-from raycl.tokenization import Tokenizer, train_tokenizer
+from raycl.tokenization import Tokenizer, Vocabulary, padded_rows, train_tokenizer
 from raycl.training.data_module import known_tokenizer
 from tests.texts import invented_texts
 
@@ -78,3 +82,38 @@ def test_only_a_resumed_run_uses_the_tokenizer_in_its_output(
     resumed = known(plain, tmp_path, resumed=True)
     assert resumed is not None
     assert resumed.fingerprint == other.fingerprint
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Roberta"])  # pad with 0 and with 1
+@pytest.mark.parametrize("padding", [0, 1, 2])
+def test_a_model_receives_the_ids_of_its_tokenizer_file(kind: str, padding: int, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    names = ["<s>", "</s>", "<unk>", "so", "it", "goes"]
+    names.insert(padding, "<pad>")
+    library = tokenizers.Tokenizer(
+        models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>")
+    )
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    library.add_special_tokens(["<pad>", "<s>", "</s>", "<unk>"])
+    library.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>",
+        special_tokens=[(name, names.index(name)) for name in ("<s>", "</s>")],
+    )
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    model = transformers.AutoModel.from_config(
+        getattr(transformers, f"{kind}Config")(vocab_size=len(names), max_position_embeddings=40, **sizes)
+    ).eval()
+    model.save_pretrained(tmp_path / "model")
+    library.save(str(tmp_path / "model" / "tokenizer.json"))
+
+    config = config_of(tmp_path)
+    tokenizer = known(config, tmp_path)
+    assert tokenizer is not None
+    (spec,) = encoder_specs(config, tokenizer)
+    encoder = build_encoder(config, spec, Vocabulary(tokenizer)).eval()
+    texts = ["so it goes so", "it"]
+    found = encoder(torch.from_numpy(padded_rows(tokenizer.encode(texts, max_length=32))))
+    for text, vector in zip(texts, found, strict=True):
+        ids = torch.tensor([library.encode(text).ids])
+        expected = model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0].mean(0)
+        torch.testing.assert_close(vector, expected, rtol=0, atol=1e-6)

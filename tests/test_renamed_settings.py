@@ -8,12 +8,16 @@ import yaml
 
 from raycl.cli.plan import command_settings
 from raycl.config import leaves
-from raycl.config.overrides import RENAMED, config_from_yaml, override
-from raycl.errors import ConfigError
+from raycl.config.overrides import RENAMED, config_from_yaml, config_to_yaml, override
+from raycl.errors import ConfigError, StorageError
+from raycl.inference.encoder import load_encoder
 from raycl.recipes import recipe
+from raycl.records import CHECKPOINT_LIST, read_metrics, read_result
 from raycl.records import RENAMED as RENAMED_KEYS
-from raycl.records import read_metrics, read_result
 from raycl.report.history import read_history
+from raycl.report.run import read_run
+from raycl.serve.target import saved_explorer
+from raycl.step_replay.record import read_record
 from raycl.storage import Place
 from tests.outputs import write_run
 
@@ -112,3 +116,22 @@ def test_metrics_and_results_of_older_versions_are_read_under_the_new_keys(tmp_p
     assert read_result(place) == {"status": "finished", "invalid_rows": {"a": 1}, "skipped": {"b": 2}}
     history = read_history((tmp_path / "metrics.jsonl").read_text().splitlines())
     assert (history["embedding_std"].last, history["batchnorm_leakage"].last) == (0.5, 0.25)
+
+
+def test_a_run_with_settings_that_training_refuses_today_is_still_read(tmp_path: Path) -> None:
+    settings = {"stages.0.loss": "gcl", "negatives.store": "partition", "text.length_buckets": 1}
+    run = str(write_run(tmp_path, method="simcse", settings=settings))
+    text = (tmp_path / "config.yaml").read_text().replace("length_buckets: 1", "length_buckets: 8")
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="text.length_buckets 8 gives them similar lengths"):
+        config_from_yaml(text)
+    for config in (read_run(run).config, read_record(run).config):
+        assert config.text.length_buckets == 8
+        assert config_to_yaml(config) == text
+    # The last one reads a checkpoint.
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / CHECKPOINT_LIST).write_text("{}")
+    with pytest.raises(ConfigError, match="neither a snapshot of a bank nor one of embeddings"):
+        saved_explorer(run, embeddings=None, data=None)
+    with pytest.raises(StorageError, match="has no checkpoint yet"):
+        load_encoder(run)

@@ -389,6 +389,21 @@ def test_rows_that_moved_are_found_by_data_and_other_rows_are_refused(run: Path,
         raycl.replay(changed, step=9, data=other)
 
 
+def test_rows_that_do_not_fit_the_run_are_refused_without_a_setting(run: Path, tmp_path: Path) -> None:
+    # replay and certify have no --set.
+    changed, config = copied(run, tmp_path), (run / "config.yaml").read_text()
+    digits = pq.read_table(run.parent / "digits.parquet")
+    (changed / "config.yaml").write_text(config.replace("    label: null\n", "    label: digit\n", 1))
+    remedy = "; give the rows of the run by --data$"
+    with pytest.raises(DataError, match=f"has no column 'digit'; it has image, label{remedy}"):
+        raycl.replay(changed, step=9)
+    invalid = tmp_path / "invalid.parquet"
+    images = pa.array([b""] * len(digits), pa.binary())
+    pq.write_table(digits.set_column(digits.column_names.index("image"), "image", images), invalid)
+    with pytest.raises(DataError, match=f"a batch of .* is larger than the 0 rows to train on{remedy}"):
+        raycl.replay(run, step=9, data=invalid)
+
+
 def test_integer_labels_have_the_names_that_the_data_give_them(run: Path, tmp_path: Path) -> None:
     table = pq.read_table(run.parent / "digits.parquet")
     names = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]

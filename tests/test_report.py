@@ -282,8 +282,10 @@ def test_skipped_rows_and_lines_that_are_not_json_are_counted(tmp_path: Path) ->
     write_run(tmp_path, result={"status": "finished", **skipped})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 210, "lo\n[]\n{"loss": 1}\n')
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 220, "loss": 1, "text": "\xff"}\n{"step": ' + b"[" * 100_000 + b"\n")
     text = page_of(tmp_path).text
-    assert "3 lines of metrics.jsonl could not be read" in text
+    assert "Damaged lines of metrics.jsonl were skipped: 5." in text
     assert re.search(r"not an image\s+1,234\s+invalid", text)
     assert re.search(r"repeated\s+7\s+valid", text)
 

@@ -148,6 +148,9 @@ def runs(
     if found:
         columns = ("run", "recipe", "status", "step", "epoch", "best", "when")
         print(text_table(columns, [_row(each) for each in found]))
+        damaged = [f"{each.name} ({each.num_damaged:,})" for each in found if each.num_damaged]
+        if damaged:
+            print(f"damaged lines of metrics.jsonl were skipped: {', '.join(damaged)}")
     else:
         print(f"no runs found in {folder} and three levels below")
 

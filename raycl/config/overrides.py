@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 
 from raycl.config import RunConfig, Stage
 from raycl.config.conditions import active_settings, flat, leaves, why_inactive
-from raycl.config.run import LENIENT
+from raycl.config.run import LENIENT, TRAINED
 from raycl.config.schema import Section, ViewsConfig
 from raycl.errors import ConfigError
 
@@ -52,23 +52,25 @@ RENAMED = {
 }
 
 
-def config_from_dict(values: Mapping[str, Any], *, drops_inactive: bool = False) -> RunConfig:
+def config_from_dict(
+    values: Mapping[str, Any], *, drops_inactive: bool = False, trained: bool = False
+) -> RunConfig:
     """Validate a tree of plain values.
 
-    A setting without effect may have its default only, unless such settings are dropped. Raises
-    ``ConfigError`` naming the key.
+    A setting without effect may have its default only, unless such settings are dropped. A run that has
+    ``trained`` may also have settings that exclude each other. Raises ``ConfigError`` naming the key.
     """
     try:
-        if not drops_inactive:
+        if not (drops_inactive or trained):
             return RunConfig.model_validate_json(json.dumps(values))
-        run = RunConfig.model_validate_json(json.dumps(values), context=LENIENT)
+        run = RunConfig.model_validate_json(json.dumps(values), context=TRAINED if trained else LENIENT)
     except ValidationError as error:
         raise ConfigError(_one_line(error)) from None
     except TypeError as error:
         raise ConfigError(f"the configuration contains a value that YAML cannot represent: {error}") from None
     # Repeated, since a dropped setting may be the condition of another one.
     active = active_settings(run)
-    return run if active == values else config_from_dict(active, drops_inactive=True)
+    return run if active == values else config_from_dict(active, drops_inactive=True, trained=trained)
 
 
 class _Loader(yaml.SafeLoader):
@@ -105,11 +107,12 @@ def _num_values(node: Any, known: dict[int, float]) -> float:
     return known[id(node)]
 
 
-def config_from_yaml(text: str, *, name: str = "the configuration") -> RunConfig:
+def config_from_yaml(text: str, *, name: str = "the configuration", trained: bool = False) -> RunConfig:
     """Read a run from YAML of this or an older version; raises ``ConfigError``.
 
     A setting without effect may have its default only. In a file of an older version it is dropped, so that old
-    runs can be resumed.
+    runs can be resumed. With ``trained``, as to evaluate or show a run, it is dropped, and settings that exclude
+    each other are accepted.
     """
     try:
         values = _read_yaml(text)
@@ -122,7 +125,7 @@ def config_from_yaml(text: str, *, name: str = "the configuration") -> RunConfig
     values = _with_new_names(values)
     # Older versions wrote all sections; today no run has these three, since two towers have no momentum encoder.
     is_old = {"text", "augment", "momentum_encoder"} <= values.keys()
-    return config_from_dict(values, drops_inactive=is_old)
+    return config_from_dict(values, drops_inactive=is_old, trained=trained)
 
 
 def _with_new_names(values: dict[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from raycl.loss_specs import LOSSES, cross_entropy_for
 from raycl.models.registry import HUGGING_FACE
 
 LENIENT = {"inactive": "accepted"}  # context of a validation that accepts inactive settings
+TRAINED = LENIENT | {"problems": "accepted"}  # and also settings that exclude each other
 _NO_DEFAULT = object()
 
 
@@ -306,8 +307,9 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _is_possible(self, info: ValidationInfo) -> Self:
-        inactive = () if info.context is LENIENT else self._inactive_settings()
-        for problem in (*inactive, *problems(self)):
+        accepted = info.context or {}
+        inactive = () if "inactive" in accepted else self._inactive_settings()
+        for problem in (*inactive, *(() if "problems" in accepted else problems(self))):
             raise ValueError(problem)
         return self
 

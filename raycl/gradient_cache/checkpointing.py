@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from raycl.errors import ConfigError
 from raycl.gradient_cache.cache import normalizes_over_batch
 from raycl.gradient_cache.recompute import RunningStatistics
 
@@ -19,7 +20,8 @@ def checkpoint_activations(
     """Keep the input of every k-th block from now on, and compute the rest again in the backward pass.
 
     Embeddings, gradients and BatchNorm's running statistics stay equal to the last bit; dropout draws the
-    same masks. Time is one more forward pass of the blocks.
+    same masks. Time is one more forward pass of the blocks. With k above 1, the first pass raises
+    ``ConfigError`` for blocks that take other outputs of a block than its first, such as T5's position bias.
 
     Args:
         tower: the network of the blocks.
@@ -55,6 +57,7 @@ class _Segment:
         self._blocks = blocks
         self._waiting: list[Callable[[Tensor], Any]] = []
         self._num_outputs: int | None = None  # of a block, 0 for a tensor; None before the first pass
+        self._other_outputs: list[Any] = []  # of the first block in the first pass
 
     def call(self, block: nn.Module, rows: Tensor, *args: Any, **kwargs: Any) -> Any:
         def forward(rows: Tensor) -> Any:
@@ -64,11 +67,20 @@ class _Segment:
             return forward(rows)
         if block is self._blocks[0]:
             self._waiting = []  # of a pass that failed
+        others, self._other_outputs = self._other_outputs, []
+        if any(value is other for value in (*args, *kwargs.values()) for other in others):
+            raise ConfigError(
+                f"activation_checkpoint_every passes on one output of a block, and {type(block).__name__} takes others "
+                "from the block before it; set it to 1"
+            )
         self._waiting.append(forward)
         if block is not self._blocks[-1] and self._num_outputs is not None:
             return (rows, *[None] * (self._num_outputs - 1)) if self._num_outputs else rows
         ready, self._waiting = self._waiting, []
-        return checkpoint(partial(self._run, ready), rows, use_reentrant=False, context_fn=self._contexts)
+        output = checkpoint(partial(self._run, ready), rows, use_reentrant=False, context_fn=self._contexts)
+        if isinstance(output, tuple) and block is not self._blocks[-1]:
+            self._other_outputs = [each for each in output[1:] if each is not None]
+        return output
 
     def _run(self, ready: Sequence[Callable[[Tensor], Any]], rows: Tensor) -> Any:
         output: Any = rows

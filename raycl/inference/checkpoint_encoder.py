@@ -158,7 +158,7 @@ def _open(run: str, trusted: Collection[str] | None = None, *, own_encoder: bool
     """
     output = Place(absolute(run))
     place = output / CONFIG
-    config = config_from_yaml(place.read_text(), name=place.uri)
+    config = config_from_yaml(place.read_text(), name=place.uri, trained=True)
     if not own_encoder:
         is_text = config.data.kind in ("text", "pairs")
         check_trusted(config.encoder.name, place.uri, trusted, is_text=is_text)

@@ -61,6 +61,7 @@ def _text_spec(config: RunConfig, tokenizer: Tokenizer) -> TextEncoderSpec:
         num_tokens=tokenizer.num_tokens,
         max_length=config.text.longest,
         tokenizer=tokenizer.fingerprint,
+        padding=tokenizer.padding,
         **_common_fields(config, is_text=True),
     )
 

@@ -83,7 +83,8 @@ class TextEncoderSpec(EncoderSpec):
     """A text encoder and the fingerprint of its ``tokenizer``.
 
     ``cut_at`` is the number of tokens that texts are cut at, if training used fewer than ``max_length``.
-    ``prompts`` are the texts before each text of a side; the encoder applies that of ``side``.
+    ``padding`` is the padding id in the tokenizer's file, None in specs of older runs. ``prompts`` are the
+    texts before each text of a side; the encoder applies that of ``side``.
     """
 
     kind: Literal["text"] = "text"
@@ -91,6 +92,7 @@ class TextEncoderSpec(EncoderSpec):
     max_length: int
     cut_at: int | None = None
     tokenizer: str
+    padding: int | None = None
     prompts: dict[SideName, str] = {}
     side: SideName = "query"
 
@@ -111,5 +113,9 @@ class TextEncoderSpec(EncoderSpec):
     def build(self) -> nn.Module:
         """Build the encoder, untrained."""
         return build_text_encoder(
-            self.name, num_tokens=self.num_tokens, max_length=self.max_length, arguments=self.arguments
+            self.name,
+            num_tokens=self.num_tokens,
+            max_length=self.max_length,
+            padding=self.padding,
+            arguments=self.arguments,
         )

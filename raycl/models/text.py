@@ -22,14 +22,19 @@ _INIT_STD = 0.02  # as in BERT
 
 
 def build_text_encoder(
-    name: str, *, num_tokens: int, max_length: int, arguments: Mapping[str, Any] | None = None
+    name: str,
+    *,
+    num_tokens: int,
+    max_length: int,
+    padding: int | None = None,
+    arguments: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """Build an encoder of tokens [batch, length], padded with 0 at the end.
 
     ``name`` is ``transformer`` or ``bag_of_subwords``, both untrained; ``transformers:PATH``, a model
     that Hugging Face's library saved in that folder; or ``package.module:function`` for your own. Each
     is called with ``num_tokens`` (the vocabulary size), ``max_length`` (tokens in the longest row) and
-    ``arguments``. Raises ``ConfigError`` for an unknown name or invalid arguments.
+    ``arguments``, a model of Hugging Face's also with ``padding``. Raises ``ConfigError`` for an unknown name or invalid arguments.
     """
     sizes: dict[str, Any] = {"num_tokens": num_tokens, "max_length": max_length}
     if min(num_tokens, max_length) < 1:
@@ -38,7 +43,7 @@ def build_text_encoder(
         )
     check_encoder_name(name, is_text=True)
     if name.startswith(HUGGING_FACE):
-        sizes["path"] = name.removeprefix(HUGGING_FACE)
+        sizes |= {"path": name.removeprefix(HUGGING_FACE), "padding": padding}
         return build_network(name, HuggingFaceEncoder, **{**sizes, **(arguments or {})})
     own: dict[str, Callable[..., nn.Module]] = {
         "transformer": TextTransformer,
@@ -257,8 +262,8 @@ class HuggingFaceEncoder(nn.Module):
 
     Encodes tokens [batch, length] to [batch, dim]. Nothing is downloaded, and code in the folder does
     not run. ``pooling`` takes the mean over a row's tokens or the first token. ``pretrained=False``
-    builds the same architecture untrained. The model's padding id swaps with 0 (see
-    :class:`~raycl.tokenization.Tokenizer`).
+    builds the same architecture untrained. ``padding`` is the padding id in the tokenizer's file, which swaps
+    with 0 (see :class:`~raycl.tokenization.Tokenizer`); by default it is the model's own.
 
     Raises ``ConfigError`` if ``transformers`` is missing or the folder holds no such model.
     """
@@ -269,6 +274,7 @@ class HuggingFaceEncoder(nn.Module):
         num_tokens: int,
         max_length: int,
         path: str,
+        padding: int | None = None,
         pooling: Literal["mean", "cls"] = "mean",
         pretrained: bool = True,
     ) -> None:
@@ -277,7 +283,8 @@ class HuggingFaceEncoder(nn.Module):
         self._num_tokens, self._max_length, self._pooling = num_tokens, max_length, pooling
         self.model = _load_transformers_model(path, pretrained=pretrained)
         sizes = self.model.config
-        self._padding = getattr(sizes, "pad_token_id", None) or PADDING
+        own_padding = getattr(sizes, "pad_token_id", None) or PADDING
+        self._padding = own_padding if padding is None else padding
         longest = _num_positions(self.model, max_length)
         if num_tokens > sizes.vocab_size or max_length > longest:
             raise ConfigError(
@@ -295,7 +302,7 @@ class HuggingFaceEncoder(nn.Module):
         return rows.mean(rows.pack(output)) if self._pooling == "mean" else output[:, 0]
 
     def model_ids(self, tokens: Tensor) -> Tensor:
-        """Return the model's ids of tokens: its padding id and ``PADDING`` are swapped."""
+        """Return the ids that the model was trained with: its padding id and ``PADDING`` are swapped."""
         if self._padding == PADDING:
             return tokens
         swapped = torch.where(tokens == self._padding, PADDING, tokens)

@@ -1,6 +1,5 @@
 """The history of a run: the columns of ``metrics.jsonl``, and its events."""
 
-import json
 import math
 from array import array
 from collections import defaultdict
@@ -11,7 +10,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from raycl.records import ROLLBACK, with_new_names
+from raycl.records import ROLLBACK, read_line
 
 Floats = NDArray[np.float64]
 
@@ -102,7 +101,7 @@ _NOTHING = np.empty(0)
 _EMPTY = Series(step=_NOTHING, samples=_NOTHING, value=_NOTHING, is_dropped=np.empty(0, np.bool_))
 
 
-def read_history(lines: Iterable[str]) -> History:
+def read_history(lines: Iterable[str | bytes]) -> History:
     """Sort the lines of ``metrics.jsonl`` into columns.
 
     A run may have millions of lines, so that they are not kept as objects. pyarrow's reader of JSON does not fit:
@@ -117,12 +116,11 @@ def read_history(lines: Iterable[str]) -> History:
     rollbacks: list[tuple[int, int]] = []
     workers, num_lines, num_unreadable = None, 0, 0
     for text in lines:
-        try:
-            line: dict[str, Any] = with_new_names(json.loads(text))
-            step = int(line["step"])
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+        line = read_line(text)
+        if line is None:
             num_unreadable += 1
             continue
+        step = line["step"]
         for name, value in line.items():
             if value is None or isinstance(value, int | float):
                 places[name].append(num_lines)

@@ -13,14 +13,15 @@ from pyarrow import fs
 
 from raycl.errors import DataError
 from raycl.lease import is_being_written
-from raycl.records import CONFIG, METRICS, RESULT, ROLLBACK
+from raycl.records import CONFIG, METRICS, RESULT, ROLLBACK, read_line
 from raycl.storage import Place, absolute
 
 MAX_DEPTH = 3  # folders below the given one
 _NUM_THREADS = 16  # for an object store, whose answers take long
 _EVALUATION_METRICS = ("knn_top1", "recall_at_10")
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # seven times as fast, where PyYAML has it
-_TELLING = re.compile(rf'"({"|".join(_EVALUATION_METRICS)})": |"event": "{ROLLBACK}"')
+# Lines with an evaluation or a rollback, and lines without both braces.
+_TELLING = re.compile(rf'"({"|".join(_EVALUATION_METRICS)})": |"event": "{ROLLBACK}"|^[^{{]|[^}}]$'.encode())
 
 
 @final
@@ -41,6 +42,7 @@ class RunSummary:
         metric: the metric of the periodic evaluation, None if there was none.
         best: its largest value that no rollback undid.
         time: the time of the last logged step, in seconds since 1970.
+        num_damaged: the lines of the log that were skipped because they are damaged.
     """
 
     name: str
@@ -54,6 +56,7 @@ class RunSummary:
     metric: str | None
     best: float | None
     time: float
+    num_damaged: int = 0
 
 
 def list_runs(folder: str | os.PathLike[str]) -> list[RunSummary]:
@@ -90,12 +93,13 @@ def _summary(output: Place, entries: Mapping[str, fs.FileInfo]) -> RunSummary | 
     if config is None:
         return None
     result = _parse((output / RESULT).read_text()) if RESULT in entries else {}
-    lines = (output / METRICS).read_text().splitlines() if METRICS in entries else []
-    last = _parse(lines[-1]) if lines else {}
+    lines = (output / METRICS).read_bytes().splitlines() if METRICS in entries else []
+    last = next(filter(None, map(read_line, reversed(lines))), {})
+    telling = [read_line(line) for line in lines if _TELLING.search(line)]
     status = result.get("status")
     if status not in ("finished", "stopped", "failed"):
         status = "running" if is_being_written(output) else "unfinished"
-    metric, best = _best(lines, result.get("final") or {})
+    metric, best = _best(filter(None, telling), result.get("final") or {})
     return RunSummary(
         name=output.path or ".",
         run=output.uri,
@@ -108,6 +112,7 @@ def _summary(output: Place, entries: Mapping[str, fs.FileInfo]) -> RunSummary | 
         metric=metric,
         best=best,
         time=last.get("time") or max(info.mtime_ns or 0 for info in entries.values()) / 1e9,
+        num_damaged=telling.count(None),
     )
 
 
@@ -124,7 +129,7 @@ def _read_config(output: Place) -> dict[str, Any] | None:
 
 
 def _parse(text: str) -> dict[str, Any]:
-    """Return the object in a file or a line, empty if it is damaged."""
+    """Return the object in a file, empty if it is damaged."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -138,11 +143,11 @@ def _planned(stages: list[Any], unit: str) -> int | None:
     return sum(lengths) if all(isinstance(each, int) for each in lengths) else None
 
 
-def _best(lines: Iterable[str], final: Mapping[str, Any]) -> tuple[str | None, float | None]:
+def _best(lines: Iterable[Mapping[str, Any]], final: Mapping[str, Any]) -> tuple[str | None, float | None]:
     """Return the evaluation metric and its largest value, in the log or else at the end."""
     evaluated: list[tuple[int, str, float]] = []
-    for line in map(_parse, filter(_TELLING.search, lines)):
-        step = line.get("step", 0)
+    for line in lines:
+        step = line["step"]
         if line.get("event") == ROLLBACK:
             evaluated = [each for each in evaluated if each[0] <= step]
         evaluated += [(step, *each) for each in _evaluations(line)]

@@ -151,7 +151,7 @@ def _history_notes(run: Run) -> Iterator[Note]:
     if bad:
         yield Note(f"Some metrics were NaN or infinite: {', '.join(bad)}.", is_bad=True)
     if history.num_unreadable:
-        yield Note(f"{history.num_unreadable:,} lines of metrics.jsonl could not be read.", is_bad=True)
+        yield Note(f"Damaged lines of metrics.jsonl were skipped: {history.num_unreadable:,}.", is_bad=True)
     kinds = [event.kind for event in history.events]
     if "collapse" in kinds:
         yield Note("The embeddings collapsed; see Events below.", is_bad=True)

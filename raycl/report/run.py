@@ -78,9 +78,9 @@ def read_run(uri: str, *, with_snapshots: bool = True) -> Run:
     return Run(
         name=run_name(output),
         address=uri,
-        config=config_from_yaml(text, name=(output / CONFIG).uri),
+        config=config_from_yaml(text, name=(output / CONFIG).uri, trained=True),
         config_text=text,
-        history=read_history(io.StringIO((output / METRICS).read_text()) if has_metrics else []),
+        history=read_history(io.BytesIO((output / METRICS).read_bytes()) if has_metrics else []),
         result=result,
         data=_read_json(output / DATA),
         commands=read_commands(output),

@@ -121,7 +121,7 @@ class RunProgress:
     def _read(self) -> list[schemas.Curve]:
         if not self._log.exists():
             return []
-        history = read_history(io.StringIO(self._log.read_text()))
+        history = read_history(io.BytesIO(self._log.read_bytes()))
         return [_curve(name, history[name].kept()) for name in _CURVES if len(history[name].finite)]
 
 

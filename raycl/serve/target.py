@@ -78,7 +78,7 @@ def find_target(bank: str, *, run: str | None, data: str | None, token: str) -> 
     place = Place(absolute(run or output))
     columns, queries, max_pixels = ColumnNames(), (), 0
     try:
-        config = config_from_yaml((place / "config.yaml").read_text(), name=(place / "config.yaml").uri)
+        config = _config_of(place)
         columns, queries, max_pixels = columns_of(config), _SHOWN[config.data.kind][1], config.data.max_pixels
     except RayclError:
         if run is not None or data is not None:
@@ -105,7 +105,7 @@ def saved_explorer(run: str, *, embeddings: str | None, data: str | None) -> Exp
     place = Place(absolute(run))
     if not (place / CONFIG).exists():
         raise DataError(f"{run} holds no run: there is no {CONFIG}; give the --output of a run")
-    config = config_from_yaml((place / CONFIG).read_text(), name=(place / CONFIG).uri)
+    config = _config_of(place)
     columns, max_pixels = columns_of(config), config.data.max_pixels
     bank = read_saved_bank(run) if embeddings is None else read_embedded(run, embeddings)
     samples = None
@@ -126,6 +126,10 @@ def saved_explorer(run: str, *, embeddings: str | None, data: str | None) -> Exp
         samples=samples,
         queries=queries,
     )
+
+
+def _config_of(run: Place) -> RunConfig:
+    return config_from_yaml((run / CONFIG).read_text(), name=(run / CONFIG).uri, trained=True)
 
 
 def columns_of(config: RunConfig) -> ColumnNames:

@@ -69,7 +69,7 @@ def read_record(run: str, *, data: Sequence[str] = ()) -> RecordedRun:
     place = output / CONFIG
     if not place.exists():
         raise DataError(f"{run} holds no run: there is no {CONFIG}; give the --output of a run")
-    config = config_from_yaml(place.read_text(), name=place.uri)
+    config = config_from_yaml(place.read_text(), name=place.uri, trained=True)
     described = _read_json(output / DATA)
     lines = read_metrics(output) if (output / METRICS).exists() else []
     classes = described.get("classes")

@@ -1,5 +1,7 @@
 """The rows of a run, decoded in this process without Ray."""
 
+import contextlib
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -77,9 +79,11 @@ def read_rows(run: RecordedRun) -> RunRows:
     """
     check_repeatable(run)
     config = run.config
-    sources = [find_source(uri, column_names(config)) for uri in run.data]
+    with _settings_fixed():
+        sources = [find_source(uri, column_names(config)) for uri in run.data]
+        for source in sources:
+            check_pairs(config, source.columns)
     for source in sources:
-        check_pairs(config, source.columns)
         if config.data.kind == "pairs" and source.columns.label is not None:
             raise ConfigError(
                 "this run cannot be replayed: it grouped a click log with labels; group it once by jobs/prepare.py and "
@@ -101,7 +105,8 @@ def read_rows(run: RecordedRun) -> RunRows:
     holdout = hold_out(config, num_rows, can_be_evaluated=config.has_two_towers or sources[0].has_labels)
     ids = [np.concatenate([each["sample_id"].to_numpy() for each in blocks]) for blocks in tables]
     num_train = tuple(int(holdout.is_train(each).sum()) for each in ids)
-    check_sizes(config, {source.uri: count for source, count in zip(sources, num_train, strict=True)})
+    with _settings_fixed():
+        check_sizes(config, {source.uri: count for source, count in zip(sources, num_train, strict=True)})
     train_ids = np.unique(np.concatenate(ids))
     train_ids = train_ids[holdout.is_train(train_ids)]
     has_slots = config.negatives.store in ("memory_bank", "partition")
@@ -120,6 +125,16 @@ def read_rows(run: RecordedRun) -> RunRows:
         num_samples=len(train_ids) if has_slots else None,
     )
     return RunRows(run=run, job=job, sources=tuple(sources), where=where)
+
+
+@contextlib.contextmanager
+def _settings_fixed() -> Iterator[None]:
+    """Ask for the rows of the run where an error asks for another setting, which replay does not take."""
+    try:
+        yield
+    except DataError as error:
+        cause, remedy, _ = re.split(r"([:;] [^:;]*(?:--set|set it lower)|$)", str(error), maxsplit=1)
+        raise DataError(f"{cause}; give the rows of the run by --data") if remedy else error from None
 
 
 def _streamed(run: RecordedRun, source: Source, tokenizer: Tokenizer | None) -> RunRows:
@@ -144,7 +159,8 @@ def _streamed(run: RecordedRun, source: Source, tokenizer: Tokenizer | None) -> 
     with ThreadPoolExecutor(available_cores()) as pool:
         fragments = tuple(pool.map(ids_of, range(len(source.fragments))))
     num_train = source.num_rows - round(num_evaluated * holdout.test)
-    check_sizes(config, {source.uri: num_train})
+    with _settings_fixed():
+        check_sizes(config, {source.uri: num_train})
     has_slots = config.negatives.store in ("memory_bank", "partition")
     sample_id = streamed_ids(config, source, holdout) if has_slots else None
     job = Job(

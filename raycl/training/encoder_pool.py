@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, final
 import numpy as np
 import ray
 from numpy.typing import NDArray
-from ray.exceptions import ObjectLostError, RayError, RayTaskError
+from ray.exceptions import ObjectLostError, OwnerDiedError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycl.errors import first_line, last_line
@@ -323,9 +323,13 @@ class PoolActor:
 
 
 def _is_input_lost(error: Exception) -> bool:
-    """Whether rows or weights are lost, as those of a worker that has died: the encoder has not failed."""
-    cause = error.cause if isinstance(error, RayTaskError) else error
-    return isinstance(cause, ObjectLostError)
+    """Whether rows or weights are lost, as those of a worker that has died: the encoder has not failed.
+
+    The pool owns the answers, so that an answer lost with the node of its encoder is another ``ObjectLostError``.
+    """
+    if isinstance(error, RayTaskError):
+        return isinstance(error.cause, ObjectLostError)
+    return isinstance(error, OwnerDiedError)
 
 
 @final
