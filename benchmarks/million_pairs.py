@@ -35,7 +35,7 @@ from raycl.losses.tiled import spans
 
 DIM, NOISE = 128, 0.1
 TEMPERATURES, BIAS = {"clip": 0.05, "siglip": 0.1}, -10.0
-PRODUCTS = {"clip": 8, "siglip": 4}  # matrix products with all rows
+PRODUCTS = {"clip": 5, "siglip": 4}  # matrix products with all rows
 ROWS, COLUMNS = 512, 1_024  # of a tile in float64
 Pair = tuple[Tensor, Tensor]
 Reference = tuple[float, Pair]  # the loss of all pairs, and the gradients of the sampled queries and keys
@@ -112,7 +112,12 @@ def printed_progress(loss: str, local: int) -> Iterator[None]:
         )
 
     with ExitStack() as stack:
-        for room in ("softmax", "ring", "siglip"):  # not by a path: the function siglip shadows its module
+        for room in (
+            "softmax",
+            "mutual",
+            "ring",
+            "siglip",
+        ):  # not by a path: the function siglip shadows its module
             stack.enter_context(patch.object(sys.modules[f"raycl.losses.{room}"], "product", counted))
         if rank() == 0:
             stack.enter_context(repeating(say, every_s=60))

@@ -27,6 +27,7 @@ from raycl.losses.info_nce import ring_info_nce
 from raycl.losses.logq import checked_log_frequency, logit_biases, refined_row_loss
 from raycl.losses.mutual import MutualSoftmax
 from raycl.losses.objective import StoreBatch, gathered
+from raycl.losses.ring import evaluate_mutual_ring, ring_masks
 from raycl.losses.softmax import RowGroup, RowLoss, cross_entropy, evaluate_softmax, weighted
 from raycl.losses.tiled import (
     BLOCK_ROWS,
@@ -191,7 +192,8 @@ def _evaluate_local(
     batch = len(queries)
     cuts = list(spans(0, batch, BLOCK_ROWS)), list(spans(0, batch, 2 * tile_size(keys)))
     mask = query_mask(pair_ids, slice(0, batch), None, cuts[0], in_batch=True)
-    bound, _ = read_bound(queries, longest(keys, queries.dtype), temperature, mask)
+    longest_query, longest_key = (longest(each, queries.dtype) for each in (queries, keys))
+    bound, _ = read_bound(longest_query, longest_key, temperature, mask)
     scale = LOG2_E / temperature
     mutual = MutualSoftmax(queries, keys, scale=scale, bound=bound, diagonals=(0,), spans=cuts, mask=mask)
     positive = (queries * scale * keys).sum(1)
@@ -239,9 +241,11 @@ def _evaluate(
         )
     if guide is not None:
         to_keys, to_queries = guide.mask(to_keys, own), guide.swapped().mask(to_queries, own)
-    length = torch.stack([longest(each, queries.dtype) for each in (keys, negatives)]).amax()
+    longest_query, *of_candidates = (longest(each, queries.dtype) for each in (queries, keys, negatives))
     spread = 0.0 if biases is None else -torch.cat(biases).amin()
-    bound, _ = read_bound(queries, length, temperature, to_keys, to_queries, spread=spread)
+    bound, _ = read_bound(
+        longest_query, torch.maximum(*of_candidates), temperature, to_keys, to_queries, spread=spread
+    )
     gradients = gradient_buffers(
         queries, keys, negatives, temperature=temperature, with_gradient=with_gradient
     )
@@ -272,6 +276,53 @@ def _evaluate(
     return loss / 2, scaled_gradients(queries, tuple(gradients), temperature, 2 * (own.stop - own.start))
 
 
+def ring_clip(
+    query: Tensor,
+    key: Tensor,
+    query_id: Tensor,
+    key_id: Tensor,
+    *,
+    temperature: float | Tensor,
+    weight: Tensor | None = None,
+    row_losses: tuple[RowLoss, RowLoss] = (cross_entropy, cross_entropy),
+) -> Tensor:
+    """CLIP's loss over the pairs of all workers, which pass around a ring instead of being gathered.
+
+    Has the same value, gradients and errors as :func:`clip` with gathered rows; the ids are this worker's. Only the mean
+    of the temperature's gradient over workers is the same: a worker computes it from its queries, in both directions.
+    Collective in the forward pass only: every worker must scale the loss equally.
+    """
+    check_pair("query and key", query, key)
+    local = len(query)
+    checked_pair_ids(
+        sample_id=None,
+        query_id=(query_id, None),
+        key_id=(key_id, None),
+        negative_id=None,
+        own=slice(0, local),
+        batch=None,
+        in_batch=True,
+        num_negatives=None,
+    )
+    rows, weight = working_precision(query), checked_weight(weight, query)
+    temperature = checked_temperature(temperature, rows)
+    blocks = list(spans(0, local, BLOCK_ROWS))
+    masks = ring_masks(query_id, key_id, blocks)
+
+    def evaluate(*inputs: Tensor, with_gradient: bool) -> tuple[Tensor, Gradients]:
+        (of_queries, of_keys), gradients = evaluate_mutual_ring(
+            *inputs,
+            blocks=blocks,
+            masks=masks,
+            losses=(weighted(row_losses[0], weight), weighted(row_losses[1], weight)),
+            with_gradient=with_gradient,
+        )
+        loss = (of_queries.loss + of_keys.loss).mean() / 2
+        return loss, scaled_gradients(inputs[0], gradients, inputs[2], 2 * local)
+
+    return fused(evaluate, rows, key.to(rows), temperature)
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class Clip:
@@ -300,6 +351,8 @@ class Clip:
         shared: dict[str, Any] = {"temperature": self.temperature, "weight": ids.weight}
         guide, (of_query, of_key) = stored.guide, self.row_losses
         if exceeds_gather_limit(query, key):
+            if not others and self.log_frequency is None and guide is None:
+                return ring_clip(query, key, **own, **shared, row_losses=self.row_losses)
             to_keys = ring_info_nce(
                 query,
                 key,

@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from raycl.distributed import exceeds_gather_limit, gather_detached, rank
+from raycl.distributed import exceeds_gather_limit, gather_detached, num_workers, rank
 from raycl.errors import ConfigError
 from raycl.losses.checks import (
     check_columns,
@@ -20,11 +20,11 @@ from raycl.losses.checks import (
     checked_weight,
 )
 from raycl.losses.example_ids import ExampleIds
-from raycl.losses.false_negatives import key_mask, query_mask
+from raycl.losses.false_negatives import query_mask
 from raycl.losses.guide import Guide
 from raycl.losses.logq import logit_biases, refined_row_loss
 from raycl.losses.objective import StoreBatch, add_proximal_term, gathered, positive_of
-from raycl.losses.ring import evaluate_ring
+from raycl.losses.ring import evaluate_ring, ring_masks
 from raycl.losses.softmax import RowGroup, RowLoss, cross_entropy, evaluate_softmax, weighted
 from raycl.losses.tiled import (
     LOG2_E,
@@ -160,7 +160,8 @@ def ring_info_nce(
     check_pair("query and key", query, key)
     others = query.new_empty(0, query.shape[1]) if negatives is None else negatives
     check_columns("the negatives", others, query)
-    local, own = len(query), slice(rank() * len(query), (rank() + 1) * len(query))
+    local, batch = len(query), num_workers() * len(query)
+    own = slice(rank() * local, (rank() + 1) * local)
     checked_pair_ids(
         sample_id=None,
         query_id=(query_id, None),
@@ -174,21 +175,16 @@ def ring_info_nce(
     rows = working_precision(query)
     temperature = checked_temperature(temperature, rows)
     group = RowGroup(slice(0, local), positive=0)
-    query_ids = gather_detached(query_id)
-    key_ids = query_ids if key_id is query_id else gather_detached(key_id)
-    to_keys = to_queries = query_mask((query_ids, key_ids), own, negative_id, group.blocks, in_batch=True)
-    if key_ids is not query_ids:
-        # With one id for both sides, a key has the false negatives of its query.
-        to_queries = key_mask((query_ids, key_ids), own, group.blocks)
+    to_keys, to_queries = ring_masks(query_id, key_id, group.blocks, negative_id)
     biases = None
     if key_log_frequency is not None:
         biases = logit_biases(gather_detached(key_log_frequency), negative_log_frequency, rows)
         if refines_logq:
             row_loss = refined_row_loss(
-                key_log_frequency, to_keys, num_candidates=len(key_ids) + len(others), dtype=rows.dtype
+                key_log_frequency, to_keys, num_candidates=batch + len(others), dtype=rows.dtype
             )
     if guide is not None:
-        guide.check(len(key_ids), len(others))
+        guide.check(batch, len(others))
         to_keys = guide.mask(to_keys, own)
         to_queries = guide.mask(to_queries, own, transposed=True)
 
@@ -227,7 +223,7 @@ def evaluate_info_nce(
     if guide is not None:
         mask = guide.mask(mask, own, in_batch=in_batch)
     length = torch.maximum(*(longest(each, rows.dtype) for each in (columns, negatives)))
-    bound, _ = read_bound(rows, length, temperature, mask)
+    bound, _ = read_bound(longest(rows, rows.dtype), length, temperature, mask)
     gradients = gradient_buffers(
         rows, columns, negatives, temperature=temperature, with_gradient=with_gradient
     )

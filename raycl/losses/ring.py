@@ -9,17 +9,24 @@ over all of them. In the second, rows pass around with their logsumexp, and each
 gradient of its own columns. Gradients are never sent. Sent rows are read-only, so communication
 overlaps with computation.
 
+CLIP's loss has a softmax in both directions of the same logits. Both share the first round, which also
+sums over the rows of each column; each worker then receives the sums of its own columns. In the second
+round, columns pass around with their logsumexp for the gradient of rows, and in the third, rows for the
+gradient of columns: 5 matrix products instead of 8.
+
 All workers must call a loss with equal local batches. Workers agree on the gradients to compute, so
 that a worker without gradients cannot block the others.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from raycl.distributed import gather_detached, num_workers, rank, visit_all
-from raycl.losses.false_negatives import Mask
+from raycl.distributed import RowExchange, gather_detached, num_workers, rank, visit_all
+from raycl.losses.false_negatives import FalseNegativeMask, Mask, key_mask, query_mask
+from raycl.losses.mutual import MutualSoftmax, Sums, first_sums
 from raycl.losses.softmax import (
     ColumnBlock,
     RowGroup,
@@ -37,8 +44,29 @@ from raycl.losses.tiled import (
     longest,
     product,
     read_bound,
+    spans,
+    tile_size,
     zero_denormals,
 )
+
+
+def ring_masks(
+    query_id: Tensor, key_id: Tensor, blocks: Sequence[slice], negative_id: Tensor | None = None
+) -> tuple[FalseNegativeMask | None, FalseNegativeMask | None]:
+    """Return the masks of this worker's queries against all keys, and of its keys against all queries; collective.
+
+    Args:
+        query_id: [local_batch] int64, ids of this worker's queries.
+        key_id: [local_batch] int64, ids of its keys. If they are ``query_id`` itself, both masks are one.
+        blocks: the blocks of rows that are processed together.
+        negative_id: [num_negatives] int64, ids of further candidates of the queries.
+    """
+    own = slice(rank() * len(query_id), (rank() + 1) * len(query_id))
+    query_ids = gather_detached(query_id)
+    key_ids = query_ids if key_id is query_id else gather_detached(key_id)
+    to_keys = query_mask((query_ids, key_ids), own, negative_id, blocks, in_batch=True)
+    # With one id for both sides, a key has the false negatives of its query.
+    return to_keys, to_keys if key_ids is query_ids else key_mask((query_ids, key_ids), own, blocks)
 
 
 def evaluate_ring(
@@ -76,11 +104,10 @@ def evaluate_ring(
     lengths = torch.stack([longest(each, columns.dtype) for each in (columns, negatives)]).amax()
     agreed = gather_detached(torch.stack([lengths, lengths.new_full((), wants_columns)])[None]).amax(0)
     # The second round is collective: all workers take part if one needs it.
-    distinct = masks if to_rows is not to_columns else (to_columns,)
     of_columns, of_negatives = biases or (None, None)
     spread = 0.0 if biases is None else -torch.cat(biases).amin()
-    bound, needs_second_round = read_bound(
-        rows, agreed[0], temperature, *distinct, spread=spread, flag=agreed[1]
+    bound, (needs_second_round,) = read_bound(
+        longest(rows, rows.dtype), agreed[0], temperature, *masks, spread=spread, flags=agreed[1:]
     )
     of_worker = [None] * num_workers() if of_columns is None else of_columns.split(len(columns))
     own_bias = of_worker[rank()]
@@ -159,3 +186,108 @@ def _column_gradient(
             matched = group.match(group.rows)
             gradient[matched] -= softmax.positive_weight[group.rows, None] * rows[group.rows]
     return gradient
+
+
+def evaluate_mutual_ring(
+    rows: Tensor,
+    columns: Tensor,
+    temperature: Tensor,
+    *,
+    blocks: list[slice],
+    masks: tuple[Mask | None, Mask | None],
+    losses: tuple[RowLoss, RowLoss],
+    with_gradient: bool,
+) -> tuple[tuple[Softmax, Softmax], Gradients]:
+    """Compare rows with the columns of all workers, and columns with their rows; collective.
+
+    Args:
+        rows: [num_rows, dim], this worker's rows.
+        columns: [num_rows, dim], this worker's columns; column i is the positive of row i.
+        temperature: a scalar.
+        blocks: the blocks of rows, and of columns, that the masks are made for.
+        masks: as for :func:`evaluate_ring`; both mask the same pairs.
+        losses: the loss of each row, and of each column.
+        with_gradient: whether to compute gradients.
+
+    Returns:
+        The losses of this worker's rows and columns, and their unscaled gradients of the losses of all workers.
+    """
+    wanted = rows.requires_grad or temperature.requires_grad, columns.requires_grad
+    lengths = [longest(each, rows.dtype) for each in (rows, columns)]
+    flags = [rows.new_full((), with_gradient and each) for each in wanted]
+    longest_row, longest_column, *agreed = gather_detached(torch.stack([*lengths, *flags])[None]).amax(0)
+    # The other rounds are collective: all workers take part if one needs them.
+    bound, (needs_rows, needs_columns) = read_bound(
+        longest_row, longest_column, temperature, *masks, flags=agreed
+    )
+    scale = LOG2_E / temperature
+    tiles = partial(_tiles_of_visit, blocks=blocks, scale=scale, bound=bound)
+    of_rows = first_sums(bound, rows)
+    of_columns = [first_sums(bound, columns) for _ in range(num_workers())]
+
+    def visit(worker: int, visiting: Tensor) -> None:
+        tiles(rows, visiting, worker, masks[0]).add_sums(of_rows, of_columns[worker])
+
+    visit_all(visit, columns)
+    positive, everything = (rows * scale * columns).sum(1), slice(0, len(rows))
+    by_row = losses[0](positive, *of_rows, everything)
+    by_column = losses[1](positive, *_sums_of_own(of_columns), everything)
+    at_rows = at_columns = None
+    if needs_rows:
+        at_rows = _mutual_gradient(tiles, rows, columns, (by_row, by_column), masks[0])
+    if needs_columns:
+        at_columns = _mutual_gradient(tiles, columns, rows, (by_column, by_row), masks[1])
+    return (by_row, by_column), (at_rows, at_columns)
+
+
+def _tiles_of_visit(
+    own: Tensor,
+    visiting: Tensor,
+    worker: int,
+    mask: Mask | None,
+    *,
+    blocks: list[slice],
+    scale: Tensor,
+    bound: Tensor | None,
+) -> MutualSoftmax:
+    """Return the logits of own rows with the rows that visit from a worker."""
+    cuts = blocks, list(spans(0, len(visiting), 2 * tile_size(visiting)))
+    diagonals = (0,) if worker == rank() else ()
+    first = worker * len(visiting)
+    return MutualSoftmax(
+        own, visiting, scale=scale, bound=bound, diagonals=diagonals, spans=cuts, mask=mask, first=first
+    )
+
+
+def _sums_of_own(sums: Sequence[Sums]) -> Sums:
+    """Return the sums of this worker's columns over the rows of all workers; collective.
+
+    ``sums`` are those of each worker's columns over this worker's rows.
+    """
+    sizes = [len(shift) for shift, _ in sums]
+    stacked = torch.cat([torch.stack(each, dim=1) for each in sums])
+    received = RowExchange(stacked, sent=sizes, received=sizes).arrived()
+    shift, total = received.view(len(sums), -1, 2).unbind(2)
+    peak = shift.amax(0)
+    return peak, (total * (shift - peak).exp2_()).sum(0)
+
+
+def _mutual_gradient(
+    tiles: Callable[..., MutualSoftmax],
+    own: Tensor,
+    others: Tensor,
+    softmaxes: tuple[Softmax, Softmax],
+    mask: Mask | None,
+) -> Tensor:
+    """Return the unscaled gradient of own rows, while the others pass around with their logsumexp."""
+    of_own, of_others = softmaxes
+    gradient = torch.zeros_like(own)
+
+    def visit(worker: int, visiting: Tensor, logsumexp: Tensor) -> None:
+        pairs = tiles(own, visiting, worker, mask)
+        for across, down, weights in pairs.weights(of_own.logsumexp, logsumexp):
+            gradient[across] += product(weights, visiting[down].T)
+
+    visit_all(visit, others, of_others.logsumexp)
+    positive_weight = of_own.positive_weight + of_others.positive_weight
+    return gradient.addcmul_(positive_weight[:, None], others, value=-1)

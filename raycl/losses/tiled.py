@@ -6,7 +6,7 @@ of torch is several times faster than ``exp`` on some CPUs.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ def gradient_buffers(
 
 def read_scalars(*scalars: Tensor, masks: Sequence[Mask | None] = ()) -> list[float]:
     """Read scalars, and the sizes of the masks, from the device in one transfer: each transfer waits for it."""
-    given = [mask for mask in masks if mask is not None]
+    given = list(dict.fromkeys(mask for mask in masks if mask is not None))
     parts = [*scalars, *(mask.sizes for mask in given)]
     if not parts:
         return []
@@ -89,25 +89,24 @@ def read_scalars(*scalars: Tensor, masks: Sequence[Mask | None] = ()) -> list[fl
 
 
 def read_bound(
-    rows: Tensor,
+    longest_row: Tensor,
     longest_column: Tensor,
     temperature: Tensor,
     *masks: Mask | None,
     spread: float | Tensor = 0.0,
-    flag: Tensor | None = None,
-) -> tuple[Tensor | None, bool]:
+    flags: Iterable[Tensor] = (),
+) -> tuple[Tensor | None, list[bool]]:
     """Return a bound of |logit| in base 2 (Cauchy-Schwarz), or None if it is too large for a safe shift.
 
     A shift known before the logits saves a pass over them. At a low temperature rows would underflow,
     so the shift must follow the logits. ``spread`` is the largest reduction of a logit by a bias.
     This is the only device read of a softmax loss; it also checks the temperature, reads mask sizes, and
-    returns whether ``flag``, a scalar on the device, is set.
+    returns which of ``flags``, scalars on the device, are set.
     """
-    bound = longest_column * longest(rows, rows.dtype) * (LOG2_E / temperature)
-    flags = [] if flag is None else [flag]
-    value, span, *is_set = read_scalars(temperature, 2 * bound + spread, *flags, masks=masks)
+    bound = longest_column * longest_row * (LOG2_E / temperature)
+    value, span, *are_set = read_scalars(temperature, 2 * bound + spread, *flags, masks=masks)
     check_temperature(value)
-    return (bound if span <= SAFE_SPREAD else None), any(is_set)
+    return (bound if span <= SAFE_SPREAD else None), [each > 0 for each in are_set]
 
 
 def check_temperature(temperature: float) -> None:

@@ -200,7 +200,8 @@ class _Comparison:
         cuts = list(spans(0, len(rows), tile_size(rows)))
         groups = self.layout.groups(exclude_samples=positives.exclude_samples)
         mask = self._mask(cuts)
-        bound, _ = read_bound(rows, longest(rows, rows.dtype), temperature, mask)
+        length = longest(rows, rows.dtype)
+        bound, _ = read_bound(length, length, temperature, mask)
         scale = LOG2_E / temperature
         mutual = MutualSoftmax(
             rows,
@@ -227,7 +228,8 @@ class _Comparison:
         positives = self.positives(rows, columns, self.layout)
         groups = self.layout.groups(exclude_samples=positives.exclude_samples)
         mask = self._mask(row_blocks(groups))
-        bound, _ = read_bound(rows, longest(columns, rows.dtype), temperature, mask)
+        longest_row, longest_column = (longest(each, rows.dtype) for each in (rows, columns))
+        bound, _ = read_bound(longest_row, longest_column, temperature, mask)
         scale = LOG2_E / temperature
         at_rows, at_columns = gradient_buffers(
             rows, columns, temperature=temperature, with_gradient=with_gradient

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import million_pairs  # pyright: ignore[reportMissingImports]
 
+from raycl.losses import tiled
 from tests.gradients import assert_close, leaves, value_and_gradients
 from tests.plain_losses import plain_bidirectional, plain_siglip
 from tests.workers.processes import run_workers
@@ -19,6 +21,13 @@ LOCAL = 1_100  # more rows and columns than a tile of the reference has
 
 def compare(rank: int, num_workers: int, loss: str) -> dict[str, float]:
     return million_pairs.compare(loss, 60, 8)
+
+
+def count_products(rank: int, num_workers: int, loss: str) -> float:
+    """Return the products of a step, each of which is one tile, between this worker's rows and all rows."""
+    with patch.object(tiled, "product", wraps=tiled.product) as products:
+        million_pairs.take_step(loss, 60)
+    return products.call_count / num_workers
 
 
 def reference(rank: int, num_workers: int, loss: str) -> tuple[float, tuple[torch.Tensor, ...]]:
@@ -33,6 +42,11 @@ def test_a_step_has_small_errors_on_every_worker(loss: str) -> None:
         assert 0 < max(errors) < 1e-5
         assert line["wall_s"] > 0
         assert line["peak_mb"] > 0
+
+
+@pytest.mark.parametrize("loss", million_pairs.REFERENCES)
+def test_a_step_takes_as_many_matrix_products_as_the_progress_says(loss: str) -> None:
+    assert run_workers(count_products, 3, loss) == [million_pairs.PRODUCTS[loss]] * 3
 
 
 @pytest.mark.parametrize("loss", million_pairs.REFERENCES)

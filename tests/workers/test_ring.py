@@ -1,7 +1,6 @@
 """Losses over a ring of real workers against the same losses over gathered rows."""
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -13,31 +12,22 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from raycl.distributed import RingTransfer, collectives, gather_detached, use_shared_memory
+from raycl.distributed import RingTransfer, all_sum, collectives, gather_detached, use_shared_memory
 from raycl.errors import ConfigError
-from raycl.losses import info_nce, nt_xent
-from raycl.losses.clip import Clip
+from raycl.losses import clip, info_nce, nt_xent
+from raycl.losses.clip import Clip, ring_clip
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.info_nce import InfoNce, ring_info_nce
 from raycl.losses.nt_xent import NtXent
 from raycl.losses.objective import Objective, StoreBatch
 from raycl.losses.views import Everyone, check_views, softmax_of_views
 from tests.gradients import assert_close
+from tests.tiles import tiny_tiles_in
 from tests.workers.processes import run_workers
 
 WORKERS = (1, 2, 3, 4)
 DIM, LOCAL, NUM_NEGATIVES = 5, 7, 11
 Case = dict[str, Any]
-
-
-@contextlib.contextmanager
-def small_tiles() -> Iterator[None]:
-    """Cut a small batch into as many strips and pieces as a large batch has."""
-    with (
-        patch("raycl.losses.softmax.BLOCK_ROWS", 4),
-        patch("raycl.losses.softmax.tile_size", lambda _: 3),
-    ):
-        yield
 
 
 def unit_rows(num_rows: int, seed: int) -> Tensor:
@@ -86,6 +76,7 @@ def objective(loss: str, temperature: Tensor) -> Objective:
         "info_nce": lambda: InfoNce(in_batch=True, **settings),
         "info_nce of pairs": lambda: InfoNce(in_batch=True, pairs=True, **settings),
         "clip": lambda: Clip(**settings),
+        "clip alone": lambda: Clip(**settings),
     }[loss]()
 
 
@@ -97,18 +88,25 @@ def by_ring_and_gathered(
         (query, key, temperature, negatives), query_id, negative_id = make_inputs(rank, case)
         key_id = query_id if loss in ("nt_xent", "info_nce") else query_id // 2
         stored, inputs = StoreBatch(), [query, key, temperature]
-        if loss != "nt_xent" and case.get("negatives", True):
+        if loss not in WITHOUT_NEGATIVES and case.get("negatives", True):
             stored = StoreBatch(negatives=negatives, negative_id=negative_id)
             inputs.append(negatives)
         shared = use_shared_memory() if case.get("shared") else contextlib.nullcontext()
-        with small_tiles(), shared, patch.object(collectives, "MAX_GATHERED_BYTES", limit):
+        with (
+            tiny_tiles_in("softmax", "clip", "ring"),
+            shared,
+            patch.object(collectives, "MAX_GATHERED_BYTES", limit),
+        ):
             value = objective(loss, temperature)(query, key, stored, ExampleIds(query=query_id, key=key_id))
-            answers.append(results(value, inputs))
+            found = results(value, inputs)
+            if loss == "clip alone":  # only the mean of the temperature's gradient is the same
+                found[1:] = [each if each.ndim else all_sum(each) / num_workers for each in found[1:]]
+            answers.append(found)
     return answers[0], answers[1]
 
 
-OF_VIEWS = ("nt_xent", "info_nce")
-LOSSES = (*OF_VIEWS, "info_nce of pairs", "clip")
+WITHOUT_NEGATIVES = ("nt_xent", "clip alone")
+LOSSES = ("nt_xent", "info_nce", "info_nce of pairs", "clip", "clip alone")
 
 
 def compare(loss: str, num_workers: int, tolerance: float = 1e-10, **case: Any) -> float:
@@ -181,19 +179,36 @@ def test_a_gradient_does_not_depend_on_which_other_inputs_need_one(wanted: tuple
     compare("clip", 2, wanted=wanted)
     if any(wanted[:3]):
         compare("nt_xent", 2, wanted=wanted)
+        compare("clip alone", 2, wanted=wanted)
 
 
-def count_passes(rank: int, num_workers: int, wanted: tuple[bool, ...]) -> int:
+def count_passes(rank: int, num_workers: int, loss: Any, wanted: tuple[bool, ...]) -> int:
     (query, key, temperature, _), sample_id, _ = make_inputs(rank, {"wanted": wanted})
     with patch.object(collectives, "RingTransfer", wraps=RingTransfer) as passes:
-        ring_info_nce(query, key, sample_id, sample_id, temperature=temperature)
+        loss(query, key, sample_id, sample_id, temperature=temperature)
     return passes.call_count
 
 
 def test_the_second_round_runs_only_for_the_gradient_of_keys() -> None:
-    assert run_workers(count_passes, 4, (False, False, False, False)) == [3] * 4
-    assert run_workers(count_passes, 4, (True, False, True, False)) == [3] * 4
-    assert run_workers(count_passes, 4, (True, True, True, False)) == [6] * 4
+    assert run_workers(count_passes, 4, ring_info_nce, (False, False, False, False)) == [3] * 4
+    assert run_workers(count_passes, 4, ring_info_nce, (True, False, True, False)) == [3] * 4
+    assert run_workers(count_passes, 4, ring_info_nce, (True, True, True, False)) == [6] * 4
+
+
+@pytest.mark.parametrize(
+    ("wanted", "num_rounds"),
+    [
+        ((False, False, False, False), 1),
+        ((True, False, False, False), 2),
+        ((False, True, False, False), 2),
+        ((False, False, True, False), 2),
+        ((True, True, True, False), 3),
+    ],
+)
+def test_clip_passes_rows_once_for_the_value_and_once_for_each_gradient(
+    wanted: tuple[bool, ...], num_rounds: int
+) -> None:
+    assert run_workers(count_passes, 4, ring_clip, wanted) == [3 * num_rounds] * 4
 
 
 def gradients_without_rank_0(rank: int, num_workers: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -208,6 +223,28 @@ def test_a_worker_without_gradients_blocks_no_other_worker() -> None:
     assert len(ours) == 1
     for theirs, gathered in others:
         assert_close(theirs, gathered, 1e-10)
+
+
+def clip_of_a_different_rank_0(
+    rank: int, num_workers: int, wanted: list[tuple[bool, ...]]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the loss and the gradients of rows, by ring and gathered; ``wanted`` are those of rank 0 and of others."""
+    case = {"wanted": wanted[min(rank, 1)]}
+    (query, key, temperature, _), query_id, _ = make_inputs(rank, case)
+    loss = ring_clip(query, key, query_id, query_id // 2, temperature=temperature)
+    ours = results(loss, [query, key])
+    value, *gradients = by_ring_and_gathered(rank, num_workers, "clip alone", {})[1]
+    return ours, [value, *(each for each, wants in zip(gradients, case["wanted"][:2], strict=False) if wants)]
+
+
+@pytest.mark.parametrize(
+    "of_rank_0", [(False,) * 4, (True, False, False, False), (False, True, False, False)]
+)
+@pytest.mark.parametrize("is_reversed", (False, True))
+def test_workers_of_clip_may_need_different_gradients(of_rank_0: tuple[bool, ...], is_reversed: bool) -> None:
+    wanted = [of_rank_0, (True, True, True, False)]
+    for ours, gathered in run_workers(clip_of_a_different_rank_0, 3, wanted[::-1] if is_reversed else wanted):
+        assert_close(ours, gathered, 1e-10)
 
 
 class TensorMemory(TorchDispatchMode):
@@ -230,21 +267,23 @@ class TensorMemory(TorchDispatchMode):
         return made
 
 
-def memory_of_a_loss(rank: int, num_workers: int, by_ring: bool) -> tuple[int, int]:
+def memory_of_a_loss(rank: int, num_workers: int, loss: str, by_ring: bool) -> tuple[int, int]:
     """Return the bytes of the largest tensor and the peak of all tensors, for 64 rows of 2 KB per view."""
     view_a, view_b = torch.randn(2, 64, 512).unbind()
     view_a, view_b = view_a.clone().requires_grad_(), view_b.clone().requires_grad_()
     with TensorMemory() as alive:
         ids = torch.arange(64) + 64 * rank
         with patch.object(collectives, "MAX_GATHERED_BYTES", 0 if by_ring else 2**60):
-            NtXent(temperature=10.0)(view_a, view_b, StoreBatch(), ExampleIds(query=ids, key=ids)).backward()
+            compared = objective(loss, torch.tensor(10.0))
+            compared(view_a, view_b, StoreBatch(), ExampleIds(query=ids, key=ids)).backward()
     return alive.largest, alive.most
 
 
-def test_no_worker_ever_holds_the_rows_of_all_workers() -> None:
-    own = 2 * 64 * 512 * 4
-    with_three, with_four = (run_workers(memory_of_a_loss, count, True)[0] for count in (3, 4))
-    largest_gathered, most_gathered = run_workers(memory_of_a_loss, 4, False)[0]
+@pytest.mark.parametrize(("loss", "views_together"), [("nt_xent", 2), ("clip alone", 1)])
+def test_no_worker_ever_holds_the_rows_of_all_workers(loss: str, views_together: int) -> None:
+    own = views_together * 64 * 512 * 4
+    with_three, with_four = (run_workers(memory_of_a_loss, count, loss, True)[0] for count in (3, 4))
+    largest_gathered, most_gathered = run_workers(memory_of_a_loss, 4, loss, False)[0]
     assert with_four[0] == own < largest_gathered
     # Only ids and similar small tensors may grow.
     assert with_four[1] == pytest.approx(with_three[1], rel=0.01)
@@ -259,12 +298,13 @@ def row_with_nan(rank: int, num_workers: int) -> list[bool]:
     losses = [
         ring_nt_xent(rows[0], rows[1], sample_id, temperature=0.1),
         ring_info_nce(rows[0], rows[1], sample_id, sample_id, temperature=0.1),
+        ring_clip(rows[0], rows[1], sample_id, sample_id, temperature=0.1),
     ]
     return [bool(loss.isnan()) for loss in losses]
 
 
 def test_a_row_with_nan_gives_nan_on_every_worker() -> None:
-    assert run_workers(row_with_nan, 3) == [[True, True]] * 3
+    assert run_workers(row_with_nan, 3) == [[True] * 3] * 3
 
 
 def pass_many(rank: int, num_workers: int) -> list[list[Any]]:
@@ -300,10 +340,12 @@ def test_without_a_group_the_ring_equals_the_loss_itself() -> None:
     ours = [
         ring_info_nce(query, key, ids, ids, **shared),
         ring_nt_xent(query, key, ids, temperature=0.1),
+        ring_clip(query, key, ids, ids, temperature=temperature),
     ]
     expected = [
         info_nce(query, key, sample_id=ids, **shared),
         nt_xent(query, key, sample_id=ids, temperature=0.1),
+        clip(query, key, query_id=ids, key_id=ids, temperature=temperature),
     ]
     assert_close(ours, expected, 1e-12)
     assert RingTransfer(query).arrived()[0].data_ptr() == query.data_ptr()
@@ -322,6 +364,10 @@ def refusals(rank: int, num_workers: int) -> list[str]:
         (ring_info_nce, (query, key, ids, ids), {"negatives": negatives}),
         (ring_info_nce, (query, key, ids, ids), {"negatives": negatives, "negative_id": negative_id[:3]}),
         (ring_info_nce, (query, key, ids, ids), {"negatives": negatives[:, :2], "negative_id": negative_id}),
+        (ring_clip, (query, key[:3], ids, ids), {}),
+        (ring_clip, (query, key, ids, ids[:3]), {}),
+        (ring_clip, (query, key, ids, ids), {"temperature": 0.0}),
+        (ring_clip, (query, key, ids, ids), {"weight": torch.ones(3)}),
     ]
     texts = []
     for loss, rows, changes in calls:
@@ -343,6 +389,10 @@ def test_invalid_input_is_refused_before_any_message() -> None:
         "negative_id is None",
         "negative_id does not match its rows",
         "the negatives must be",
+        "query and key must be",
+        "key_id does not match its rows",
+        "the temperature must be above 0",
+        "weight does not match its rows",
     ]
     for texts in run_workers(refusals, 2):
         for text, start in zip(texts, expected, strict=True):
