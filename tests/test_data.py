@@ -187,18 +187,25 @@ def test_a_flat_folder_has_no_labels(tmp_path: Path) -> None:
     assert read(source)[0].label.tolist() == [-1, -1]
 
 
+def test_a_parquet_file_needs_no_ending(tmp_path: Path) -> None:
+    assert find_source(write_parquet(tmp_path / "part-0", 2)).num_rows == 2
+
+
 def test_sources_without_rows_are_refused_in_one_line(tmp_path: Path) -> None:
     for name in ("empty", "texts"):
         (tmp_path / name).mkdir()
     (tmp_path / "texts" / "a.txt").write_text("x")
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 nonsense")
     write_parquet(tmp_path / "rows.parquet", 0)
+    (tmp_path / "single.PNG").write_bytes(b"x")
     for name, message in (
         ("missing", "there is nothing at"),
         ("empty", "holds no images and no parquet, Arrow or tar files"),
         ("texts", "holds no images and no parquet, Arrow or tar files"),
         ("rows.parquet", "holds no rows"),
         ("bad.parquet", "as parquet"),
+        ("texts/a.txt", "a.txt is not parquet, and its name has no ending of another format; convert it to .parquet, .csv"),
+        ("single.PNG", "single.PNG is a single image; give the folder of the images"),
     ):
         with pytest.raises(DataError, match=message):
             find_source(str(tmp_path / name))

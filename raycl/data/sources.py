@@ -23,7 +23,7 @@ from raycl.data.labels import NO_LABEL, are_numbers, class_names, label_numbers,
 from raycl.data.lance_tables import LanceTables, is_lance, lance_fragments
 from raycl.data.parquet_tables import ParquetTables
 from raycl.data.patterns import expand, folder_of, is_pattern
-from raycl.data.tables import TableFile, TableFormat, roles_in
+from raycl.data.tables import TableFile, TableFormat, reading, roles_in
 from raycl.data.tar_tables import TarTables
 from raycl.data.weights import check_weight_columns
 from raycl.errors import DataError
@@ -31,6 +31,7 @@ from raycl.storage import Place, absolute
 
 ROWS_PER_FRAGMENT = 2_048
 _PARQUET = ParquetTables()
+_PARQUET_MARK = b"PAR1"  # the first bytes of each file
 _LANCE = LanceTables()
 _READERS: tuple[TableFormat, ...] = (_PARQUET, CsvTables(), JsonTables(), ArrowTables(), TarTables(), _LANCE)
 _FORMATS: dict[str, TableFormat] = {
@@ -214,7 +215,7 @@ def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
     if table := _versioned_table(place, columns):
         return table
     if not place.is_folder():
-        return _table_source(uri, [""], columns, _format_of(place.name) or _PARQUET)
+        return _table_source(uri, [""], columns, _format_of(place.name) or _unnamed_format(place))
     files = [path for path, _ in place.files(underscored=EXTENSIONS)]  # cameras write _DSC0001.JPG
     by_format: dict[str, list[str]] = {}
     only_images = set(columns.contents) == {"image"}
@@ -270,6 +271,17 @@ def existing(uri: str) -> Place:
 
 def _format_of(name: str) -> TableFormat | None:
     return next((each for each in _FORMATS.values() if name.lower().endswith(each.endings)), None)
+
+
+def _unnamed_format(place: Place) -> TableFormat:
+    """Return parquet, the only format that a file may have without its ending; raises ``DataError`` for others."""
+    if _ending(place.name) in EXTENSIONS:
+        raise DataError(f"{place} is a single image; give the folder of the images")
+    with reading(place, _PARQUET.name, "write the file again"), place.open() as file:
+        if file.read(len(_PARQUET_MARK)) == _PARQUET_MARK:
+            return _PARQUET
+    endings = ", ".join(ending for each in _READERS for ending in each.endings)
+    raise DataError(f"{place} is not parquet, and its name has no ending of another format; convert it to {endings}")
 
 
 def _versioned_table(place: Place, columns: ColumnNames) -> Source | None:
