@@ -187,6 +187,14 @@ def test_a_flat_folder_has_no_labels(tmp_path: Path) -> None:
     assert read(source)[0].label.tolist() == [-1, -1]
 
 
+def test_splits_are_not_taken_for_classes(tmp_path: Path) -> None:
+    names = ["train/cat/a.png", "train/dog/b.png", "Test/cat/c.png"]
+    with pytest.raises(DataError, match="holds a data set in 2 splits; give --data .*/Test or --data .*/train"):
+        write_images(tmp_path, names)
+    assert find_source(str(tmp_path / "train")).classes == ("cat", "dog")
+    assert write_images(tmp_path / "more", [*names, "bus/d.png"]).classes == ("Test", "bus", "train")
+
+
 def test_a_parquet_file_needs_no_ending(tmp_path: Path) -> None:
     assert find_source(write_parquet(tmp_path / "part-0", 2)).num_rows == 2
 

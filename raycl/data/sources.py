@@ -39,6 +39,7 @@ _FORMATS: dict[str, TableFormat] = {
     "delta": _PARQUET,  # a log beside parquet files
     "iceberg": _PARQUET,
 }
+_SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 FORMATS = "parquet, CSV, JSONL, Arrow, tar"
 
 
@@ -321,6 +322,9 @@ def _folder_source(uri: str, files: list[str]) -> Source:
             f"known endings of images are {', '.join(sorted(EXTENSIONS))}"
         )
     classes = _class_folders(paths)
+    if classes and all(name.lower() in _SPLITS for name in classes):
+        given = " or ".join(f"--data {uri.rstrip('/')}/{split}" for split in classes)
+        raise DataError(f"{uri} holds a data set in {len(classes)} splits; give {given}")
     labels = [classes.index(path.split("/")[0]) for path in paths] if classes else []
     fragments = tuple(
         Fragment(
