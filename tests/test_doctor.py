@@ -461,7 +461,9 @@ def test_rows_that_a_run_would_refuse_are_red(tmp_path: Path) -> None:
     assert not batch.good
     assert batch.seen.startswith("a batch of 256 rows (stages.0.batch_size) is larger than the 3 rows")
     assert not labels.good
-    assert labels.seen.startswith("loss supcon needs labels, but the samples have none; put images in a folder")
+    assert labels.seen.startswith(
+        "loss supcon needs labels, but the samples have none; put images in a folder"
+    )
 
 
 def test_an_invalid_recipe_is_refused_immediately() -> None:

@@ -282,7 +282,9 @@ def _unnamed_format(place: Place) -> TableFormat:
         if file.read(len(_PARQUET_MARK)) == _PARQUET_MARK:
             return _PARQUET
     endings = ", ".join(ending for each in _READERS for ending in each.endings)
-    raise DataError(f"{place} is not parquet, and its name has no ending of another format; convert it to {endings}")
+    raise DataError(
+        f"{place} is not parquet, and its name has no ending of another format; convert it to {endings}"
+    )
 
 
 def _versioned_table(place: Place, columns: ColumnNames) -> Source | None:
