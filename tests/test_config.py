@@ -74,6 +74,10 @@ INVALID = {  # a recipe and its settings, and what the error says
     "simclr stages.0.temperature=-1": ["stages.0.temperature", "got -1"],
     "simclr stages.0.temperature=.nan": ["stages.0.temperature"],
     "simclr stages.0.temperatur=1": ["unknown key", "did you mean temperature?"],
+    "simclr temperature=0.1": [
+        "unknown key temperature; did you mean stages.0.temperature or evaluation.temperature?"
+    ],
+    "simclr stage.0.batch_size=64": ["unknown key stage.0.batch_size; did you mean stages.0.batch_size?"],
     "simclr data.colums.image=x": ["unknown key data.colums.image", "columns"],
     "simclr workers=3": ["batch_size 256", "3 workers"],
     "simclr workers=0": ["workers", "got 0"],

@@ -1,5 +1,6 @@
 """Data without Ray: decoding, sources, ids, held-out rows, prefetching, and coordinator counts."""
 
+import io
 import json
 import threading
 from collections import Counter
@@ -12,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import are_flat
@@ -68,6 +69,11 @@ def test_images_of_the_decode_size_keep_their_pixels_and_transparency_becomes_wh
         pixels, aspect = ImageFormat(size=16).decode(content)
         assert np.array_equal(pixels, np.asarray(colors(16, 16)))
         assert aspect == 1.0
+    turned = Image.Exif()
+    turned[ExifTags.Base.Orientation] = 6
+    stream = io.BytesIO()
+    colors(16, 16).save(stream, "PNG", exif=turned)
+    assert np.array_equal(ImageFormat(size=16).decode(stream.getvalue())[0], np.asarray(colors(16, 16)))
     transparent = Image.new("RGBA", (8, 8), (10, 20, 30, 0))
     assert (ImageFormat(size=8).decode(encode(transparent))[0] == 255).all()
 
@@ -187,18 +193,38 @@ def test_a_flat_folder_has_no_labels(tmp_path: Path) -> None:
     assert read(source)[0].label.tolist() == [-1, -1]
 
 
+def test_splits_are_not_taken_for_classes(tmp_path: Path) -> None:
+    names = ["train/cat/a.png", "train/dog/b.png", "Test/cat/c.png"]
+    with pytest.raises(
+        DataError, match="holds a data set in 2 splits; give --data .*/Test or --data .*/train"
+    ):
+        write_images(tmp_path, names)
+    assert find_source(str(tmp_path / "train")).classes == ("cat", "dog")
+    assert write_images(tmp_path / "more", [*names, "bus/d.png"]).classes == ("Test", "bus", "train")
+
+
+def test_a_parquet_file_needs_no_ending(tmp_path: Path) -> None:
+    assert find_source(write_parquet(tmp_path / "part-0", 2)).num_rows == 2
+
+
 def test_sources_without_rows_are_refused_in_one_line(tmp_path: Path) -> None:
     for name in ("empty", "texts"):
         (tmp_path / name).mkdir()
     (tmp_path / "texts" / "a.txt").write_text("x")
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 nonsense")
     write_parquet(tmp_path / "rows.parquet", 0)
+    (tmp_path / "single.PNG").write_bytes(b"x")
     for name, message in (
         ("missing", "there is nothing at"),
         ("empty", "holds no images and no parquet, Arrow or tar files"),
         ("texts", "holds no images and no parquet, Arrow or tar files"),
         ("rows.parquet", "holds no rows"),
         ("bad.parquet", "as parquet"),
+        (
+            "texts/a.txt",
+            "a.txt is not parquet, and its name has no ending of another format; convert it to .parquet, .csv",
+        ),
+        ("single.PNG", "single.PNG is a single image; give the folder of the images"),
     ):
         with pytest.raises(DataError, match=message):
             find_source(str(tmp_path / name))

@@ -1,5 +1,6 @@
 """The doctor without a cluster: files, memory estimates and measurements, and its command."""
 
+import itertools
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -451,6 +452,18 @@ def test_the_kind_of_data_is_found_also_if_only_the_label_is_named(
     columns = command_settings("doctor", ["data.columns.label=topic"])["columns"]
     result = next(check_data(str(tmp_path / "a.parquet"), columns, None))
     assert result.seen.startswith(f"1 rows with labels, {kind}, parquet in 1 fragment")
+
+
+def test_rows_that_a_run_would_refuse_are_red(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"image": [b"x"] * 3}), tmp_path / "a.parquet")
+    uri = str(tmp_path / "a.parquet")
+    _, batch, labels = itertools.islice(check_data(uri, None, recipe("supcon", image_size=32)), 3)
+    assert not batch.good
+    assert batch.seen.startswith("a batch of 256 rows (stages.0.batch_size) is larger than the 3 rows")
+    assert not labels.good
+    assert labels.seen.startswith(
+        "loss supcon needs labels, but the samples have none; put images in a folder"
+    )
 
 
 def test_an_invalid_recipe_is_refused_immediately() -> None:

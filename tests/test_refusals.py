@@ -40,6 +40,7 @@ REFUSED = {
     f"{DIGITS} --output s3:///x": "it has no bucket",
     f"{DIGITS} --output earlier": "holds an earlier run",
     f"{DIGITS} --batch-size 128": "larger than the 100 rows",
+    "train supcon --data unlabeled --output new --set data.image_size=16": "loss supcon needs labels, but",
     f"{DIGITS} --set encoder.name=resnet19": "own; did you mean resnet18?",
     f"{DIGITS} --gpu --workers 2": "2 workers need a GPU each, but the cluster has 0",
     "train clip --data captions --output new --set text_encoder.name=bert "
@@ -122,6 +123,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     for name, table in (
         ("pairs", pairs),
         ("ids", pairs | ids),
+        ("unlabeled", {"image": [b"x"]}),
         ("weights", pairs | {"label": [1, 0], "weight": [1, 2]}),
     ):
         pq.write_table(pa.table(table), folder / name)

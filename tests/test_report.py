@@ -100,6 +100,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run" / "report.html"
 
 
+def test_class_names_in_any_script_are_drawn_as_text_without_a_warning() -> None:
+    with plots.Drawing("map") as drawing:
+        drawing.axes.set_title("鳥 Vögel")
+        assert "鳥 Vögel" in drawing.to_svg()  # a warning would be an error here
+
+
 def test_a_finished_run_has_all_drawings_and_its_headings_in_order(finished: Path) -> None:
     page = Page(finished.read_text())
     found = drawings(page)

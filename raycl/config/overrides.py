@@ -23,6 +23,7 @@ from raycl.config.schema import Section, ViewsConfig
 from raycl.errors import ConfigError
 
 MOST_VALUES = 100_000
+_MOST_PATHS = 3  # that an error names for one unknown setting
 _COMMENT_COLUMN, _COMMENT_WIDTH = 36, 90
 # Names and values of older versions, in the order of their replacement.
 RENAMED = {
@@ -270,7 +271,7 @@ def _child(values: Any, name: str, path: str) -> Any:
             values.append(copy.deepcopy(values[-1]))  # a new stage starts as a copy of the last
         return int(name)
     if name not in values and ".kwargs." not in f".{path}":
-        raise ConfigError(unknown_setting(path, list(values)))
+        raise ConfigError(_unknown_in_run(path, list(values)))
     return name
 
 
@@ -288,7 +289,7 @@ def _one_line(error: ValidationError) -> str:
 def _describe(problem: ErrorDetails) -> str:
     path = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
-        return unknown_setting(path, _names_at(problem["loc"][:-1]))
+        return _unknown_in_run(path, _names_at(problem["loc"][:-1]))
     if problem["type"] == "missing":
         return f"{path} is missing; it has no default"
     if new := present_name(f"{path}={problem['input']}"):
@@ -314,6 +315,25 @@ def unknown_setting(path: str, allowed: Sequence[str]) -> str:
     close = difflib.get_close_matches(name, allowed, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     return f"unknown key {path}{hint} (allowed: {', '.join(allowed)})"
+
+
+def _unknown_in_run(path: str, allowed: Sequence[str]) -> str:
+    """Return an error message for an unknown setting of a run; a name of other sections is given with its path."""
+    name = path.rpartition(".")[2]
+    found = [each for each in _setting_paths(RunConfig) if each.rpartition(".")[2] == name]
+    if present_name(path) or not 1 <= len(found) <= _MOST_PATHS:
+        return unknown_setting(path, allowed)
+    return f"unknown key {path}; did you mean {' or '.join(found)}?"
+
+
+def _setting_paths(section: type[Section], prefix: str = "") -> Iterator[str]:
+    """Yield the paths of all settings; those of a list with the index 0."""
+    for name in section.model_fields:
+        kind = _section_at(section, name)
+        if kind is None:
+            yield prefix + name
+        else:
+            yield from _setting_paths(kind, f"{prefix}{name}.{'0.' if kind in (Stage, ViewsConfig) else ''}")
 
 
 def _names_at(path: Sequence[int | str]) -> list[str]:

@@ -1,5 +1,6 @@
 """The columns of a dataset: their roles, and the types of their values."""
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
@@ -55,9 +56,12 @@ class ColumnNames:
         """
         for role, name in self.asked.items():
             if name not in names:
+                given = {each: each if each == each.strip() else f'"{each}"' for each in names}
+                similar = [given[each] for each in names if each.strip().lower() == name.lower()]
+                setting = shlex.quote(f"data.columns.{role}={similar[0] if similar else 'NAME'}")
                 raise DataError(
-                    f"{where} has no column {name!r}; it has {', '.join(names)}: "
-                    f"name the right one with --set data.columns.{role}=NAME"
+                    f"{where} has no column {name!r}; it has {', '.join(given.values())}: "
+                    f"name the right one with --set {setting}"
                 )
         usual = (*self._usual, *(_OPTIONAL_OF_PAIRS if self.query is not None else ()))
         found = {role: role for role in usual if getattr(self, role) is None and role in names}

@@ -47,6 +47,7 @@ class CsvTables:
                 names = _open(place, stream, [], None).schema.names
             except UnicodeDecodeError:
                 raise DataError(f"the header of {place} is not UTF-8; write the file in UTF-8") from None
+        _check_delimiter(place, names, columns)
         roles = roles_in(place, names, columns)
         num_rows, integers = _count(place, list(roles), len(names))
         kinds = {name: _type(each, is_integer=name in integers) for name, each in roles.items()}
@@ -72,6 +73,16 @@ class CsvTables:
         """Return a column of all rows."""
         with _reading(place), open_text(place) as stream:
             return _open(place, stream, [name], chosen(types, [name])).read_all()[name]
+
+
+def _check_delimiter(place: Place, names: Sequence[str], columns: ColumnNames) -> None:
+    """Raise if the header is one field that another delimiter would split."""
+    found = next((each for each in ",;\t|" if len(names) == 1 and each in names[0]), None)
+    if found and names[0] not in columns.asked.values():
+        raise DataError(
+            f"the fields in the header of {place} are separated by {found!r}; separate all fields by commas, "
+            "or by tabs in a file that ends in .tsv"
+        )
 
 
 @final

@@ -23,7 +23,7 @@ from raycl.data.labels import NO_LABEL, are_numbers, class_names, label_numbers,
 from raycl.data.lance_tables import LanceTables, is_lance, lance_fragments
 from raycl.data.parquet_tables import ParquetTables
 from raycl.data.patterns import expand, folder_of, is_pattern
-from raycl.data.tables import TableFile, TableFormat, roles_in
+from raycl.data.tables import TableFile, TableFormat, reading, roles_in
 from raycl.data.tar_tables import TarTables
 from raycl.data.weights import check_weight_columns
 from raycl.errors import DataError
@@ -31,6 +31,7 @@ from raycl.storage import Place, absolute
 
 ROWS_PER_FRAGMENT = 2_048
 _PARQUET = ParquetTables()
+_PARQUET_MARK = b"PAR1"  # the first bytes of each file
 _LANCE = LanceTables()
 _READERS: tuple[TableFormat, ...] = (_PARQUET, CsvTables(), JsonTables(), ArrowTables(), TarTables(), _LANCE)
 _FORMATS: dict[str, TableFormat] = {
@@ -38,6 +39,7 @@ _FORMATS: dict[str, TableFormat] = {
     "delta": _PARQUET,  # a log beside parquet files
     "iceberg": _PARQUET,
 }
+_SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 FORMATS = "parquet, CSV, JSONL, Arrow, tar"
 
 
@@ -214,7 +216,7 @@ def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
     if table := _versioned_table(place, columns):
         return table
     if not place.is_folder():
-        return _table_source(uri, [""], columns, _format_of(place.name) or _PARQUET)
+        return _table_source(uri, [""], columns, _format_of(place.name) or _unnamed_format(place))
     files = [path for path, _ in place.files(underscored=EXTENSIONS)]  # cameras write _DSC0001.JPG
     by_format: dict[str, list[str]] = {}
     only_images = set(columns.contents) == {"image"}
@@ -272,6 +274,19 @@ def _format_of(name: str) -> TableFormat | None:
     return next((each for each in _FORMATS.values() if name.lower().endswith(each.endings)), None)
 
 
+def _unnamed_format(place: Place) -> TableFormat:
+    """Return parquet, the only format that a file may have without its ending; raises ``DataError`` for others."""
+    if _ending(place.name) in EXTENSIONS:
+        raise DataError(f"{place} is a single image; give the folder of the images")
+    with reading(place, _PARQUET.name, "write the file again"), place.open() as file:
+        if file.read(len(_PARQUET_MARK)) == _PARQUET_MARK:
+            return _PARQUET
+    endings = ", ".join(ending for each in _READERS for ending in each.endings)
+    raise DataError(
+        f"{place} is not parquet, and its name has no ending of another format; convert it to {endings}"
+    )
+
+
 def _versioned_table(place: Place, columns: ColumnNames) -> Source | None:
     """Return the newest version of a Delta, Iceberg or Lance table; None for another place."""
     if not place.is_folder() and not place.name.endswith(METADATA):
@@ -309,6 +324,9 @@ def _folder_source(uri: str, files: list[str]) -> Source:
             f"known endings of images are {', '.join(sorted(EXTENSIONS))}"
         )
     classes = _class_folders(paths)
+    if classes and all(name.lower() in _SPLITS for name in classes):
+        given = " or ".join(f"--data {uri.rstrip('/')}/{split}" for split in classes)
+        raise DataError(f"{uri} holds a data set in {len(classes)} splits; give {given}")
     labels = [classes.index(path.split("/")[0]) for path in paths] if classes else []
     fragments = tuple(
         Fragment(

@@ -24,7 +24,7 @@ from raycl.errors import DataError, InvalidValueError, RayclError, last_line
 from raycl.recipes import recipe
 from raycl.storage import Place
 from raycl.tokenization import Vocabulary
-from raycl.training.preflight import check_pairs, column_names
+from raycl.training.preflight import check_has_labels, check_pairs, check_sizes, column_names
 from raycl.training.transforms import build_formats
 
 MAX_FRAGMENTS = 8
@@ -90,12 +90,15 @@ def check_data(
     uri: str, columns: ColumnNames | None, config: RunConfig | None
 ) -> Generator[CheckResult, None, DataSummary | None]:
     """Yield the results for the data; return the summary, or None if the data cannot be read."""
+    given = config
     try:
         source, config = _find(uri, columns, config)
         yield passed("data", _describe(source, config))
     except RayclError as error:
         yield failed("data", str(error))
         return None
+    if given is not None:
+        yield from _check_rows_suffice(source, given)
     if source.ignored:
         ignored = ", ".join(f"{count} {extension}" for extension, count in source.ignored)
         yield passed("other files", f"ignored: {ignored}")
@@ -110,6 +113,18 @@ def check_data(
         labels = Counter(row.label for row in summary.rows)
         yield _check_labels(labels, source.columns.label or "the folders")
     return summary
+
+
+def _check_rows_suffice(source: Source, config: RunConfig) -> Iterator[CheckResult]:
+    """Yield a failed result for rows that fill no batch, and for missing labels that the run needs."""
+    try:
+        check_sizes(config, {source.uri: source.num_rows})
+    except RayclError as error:
+        yield failed("batch size", str(error))
+    try:
+        check_has_labels(config, source.has_labels)
+    except RayclError as error:
+        yield failed("labels", str(error))
 
 
 def _find(uri: str, columns: ColumnNames | None, config: RunConfig | None) -> tuple[Source, RunConfig]:

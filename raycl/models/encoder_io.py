@@ -105,13 +105,18 @@ class TextEncoder(nn.Module):
         """Encode tokens [batch, length], padded with 0, to [batch, representation_dim]."""
         return self.network(tokens)
 
-    def prepare(self, texts: Sequence[str]) -> Tensor:
-        """Tokenize texts after the prompt to int64 [batch, length]; raises ``DataError`` for an invalid text."""
-        try:
-            prompted = [self.spec.prompt + read_text(text) for text in texts]
-            rows = self.tokenizer.encode(prompted, self.spec.max_tokens)
-        except InvalidTextError as error:
-            raise DataError(f"a text cannot be used: {error}; leave it out") from None
+    def prepare(self, texts: Sequence[str], *, first: int = 0) -> Tensor:
+        """Tokenize texts after the prompt to int64 [batch, length]; raises ``DataError`` for an invalid text.
+
+        ``first`` is the position of the first text in a list, for the error.
+        """
+        prompted = list[str]()
+        for place, text in enumerate(texts, first):
+            try:
+                prompted.append(self.spec.prompt + read_text(text))
+            except InvalidTextError as error:
+                raise DataError(f"text {place} cannot be used: {error}; leave it out") from None
+        rows = self.tokenizer.encode(prompted, self.spec.max_tokens)
         return torch.from_numpy(padded_rows(rows)).to(_device_of(self))
 
     @torch.inference_mode()
@@ -123,7 +128,7 @@ class TextEncoder(nn.Module):
         if isinstance(texts, str | bytes):
             raise DataError(f"encode takes a list of texts, came {type(texts).__name__}; put it into a list")
         parts = [
-            self.network(self.prepare(texts[start : start + batch_size])).float()
+            self.network(self.prepare(texts[start : start + batch_size], first=start)).float()
             for start in range(0, len(texts), batch_size)
         ]
         return torch.cat([torch.empty(0, self.spec.representation_dim, device=_device_of(self)), *parts])

@@ -8,6 +8,7 @@ distinguish.
 import io
 import re
 import string
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -96,7 +97,10 @@ class Drawing:
     def to_svg(self) -> Markup:
         """Return the drawing as an element of a page."""
         stream = io.StringIO()
-        self._figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
+        with warnings.catch_warnings():
+            # A page writes text as text, so the reader's font draws it.
+            warnings.filterwarnings("ignore", "Glyph .* missing from font")
+            self._figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
         svg = stream.getvalue()
         svg = svg[svg.index("<svg") :]
         svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<defs>\s*</defs>", "", svg, flags=re.DOTALL)

@@ -21,7 +21,7 @@ from raycl.storage import Place
 from raycl.tokenization import Tokenizer, Vocabulary
 from raycl.training.data_set import DataSet, learn_vocabulary
 from raycl.training.guide import GuideTables, read_guide
-from raycl.training.preflight import check_classes, id_columns
+from raycl.training.preflight import check_classes, check_has_labels, id_columns
 from raycl.training.transforms import build_formats
 
 EVALUATION_PART = 20  # rows in the evaluation fragments of a large data set, per evaluated row
@@ -45,11 +45,7 @@ class DataModule:
         if not is_one:
             _share_classes(self.data_sets)
         self.columns, self.classes = self._first.columns, self._first.classes
-        if config.needs_labels and not self._first.has_labels:
-            raise ConfigError(
-                f"{config.needs_labels} needs labels, but the samples have none; "
-                "name their column with --set data.columns.label=NAME"
-            )
+        check_has_labels(config, self._first.has_labels)
         self.num_rows = sum(each.num_rows for each in self.data_sets)
         self.streamed = self._must_stream()
         if self.streamed and not is_one:

@@ -84,6 +84,7 @@ def validate_run(
             sources = sources or [find_source(each, column_names(config)) for each in data]
             for source in sources:
                 check_pairs(config, source.columns)
+            check_has_labels(config, sources[0].has_labels)
             check_sizes(config, {source.uri: source.num_rows for source in sources})
         check_guide(config)
         yield ValidatedRun(config=config, output=place, lease=lease, resumed=resume, sources=tuple(sources))
@@ -205,6 +206,15 @@ def check_guide(config: RunConfig) -> None:
     for role, uri in config.negatives.guide.folders(config.data.kind).items():
         if uri is not None:
             check_embeddings(uri, role)
+
+
+def check_has_labels(config: RunConfig, has_labels: bool) -> None:
+    """Raise ``ConfigError`` if a loss or a setting needs labels and the samples have none."""
+    if config.needs_labels and not has_labels:
+        raise ConfigError(
+            f"{config.needs_labels} needs labels, but the samples have none; put images in a folder per class, or "
+            "name the column with --set data.columns.label=NAME"
+        )
 
 
 def check_sizes(config: RunConfig, rows: Mapping[str, int]) -> None:
