@@ -65,8 +65,8 @@ def counts_of(pairs: list[dict[str, Any]]) -> tuple[int, ...]:
 @pytest.mark.parametrize(
     ("labels", "clicked"),
     [
-        ([1, True, 1.0, "1", np.int64(1), np.bool_(True), np.float32(1)], True),
-        ([0, False, 0.0, "0", np.int8(0), np.bool_(False), np.float64(0)], False),
+        ([1, True, 1.0, "1", "true", "TRUE", np.int64(1), np.bool_(True), np.float32(1)], True),
+        ([0, False, 0.0, "0", "false", "FALSE", np.int8(0), np.bool_(False), np.float64(0)], False),
     ],
 )
 def test_labels_of_every_type_are_read_as_clicked_or_not(labels: list[Any], clicked: bool) -> None:

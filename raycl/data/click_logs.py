@@ -21,6 +21,7 @@ WITHOUT_POSITIVE = "queries without a positive document"
 REPEATED = "repeated pairs"
 CONTRADICTED = "explicit negatives that are a positive of the same query"
 _CAUSES = (WITHOUT_POSITIVE, REPEATED, CONTRADICTED)
+_MOST_PARTS = 200  # of a log, for the tasks that group it; Ray's own number
 
 _ROW = pa.schema(
     [
@@ -55,7 +56,8 @@ def group_source(source: Source, coordinator: Any, *, prefix: str = "") -> ray.d
             yield _valid_rows(rows.values, labels_as_given(rows, described), rows.where, stats)
         ray.get(coordinator.add_rows.remote(f"{prefix}{fragment.name}, labeled", stats))
 
-    return group_rows(map_fragments(source, read), coordinator, prefix=prefix)
+    labeled = map_fragments(source, read)
+    return group_rows(labeled, coordinator, prefix=prefix, num_parts=min(len(source.fragments), _MOST_PARTS))
 
 
 def group_dataset(
@@ -76,14 +78,19 @@ def group_dataset(
     return group_rows(labeled, coordinator, prefix=prefix)
 
 
-def group_rows(labeled: ray.data.Dataset, coordinator: Any, *, prefix: str = "") -> ray.data.Dataset:
+def group_rows(
+    labeled: ray.data.Dataset, coordinator: Any, *, prefix: str = "", num_parts: int = _MOST_PARTS
+) -> ray.data.Dataset:
     """Return one row per positive: query, document, and the unclicked documents of the query.
 
     Rows belong to the same query if they share ``query_id``, or the text if there are no ids. Repeated
     pairs count once, and a document that was clicked at least once is not a negative of that query.
-    The coordinator counts the skipped rows, by names that begin with ``prefix``.
+    The coordinator counts the skipped rows, by names that begin with ``prefix``. The queries are divided into
+    ``num_parts`` parts; each takes time, even if it is empty.
     """
-    grouped = labeled.groupby("group").map_groups(_pairs_of_group, batch_format="pyarrow")
+    grouped = labeled.groupby("group", num_partitions=num_parts).map_groups(
+        _pairs_of_group, batch_format="pyarrow"
+    )
 
     def finish(table: pa.Table) -> pa.Table:
         name, stats = _skipped_in(table)
@@ -130,9 +137,9 @@ def _valid_rows(
 
 def is_clicked(label: Any) -> bool:
     """Return whether a label is 1; raise ``InvalidValueError`` unless it is 0 or 1."""
-    if str(label) in ("1", "True", "1.0"):
+    if str(label).lower() in ("1", "true", "1.0"):
         return True
-    if str(label) in ("0", "False", "0.0"):
+    if str(label).lower() in ("0", "false", "0.0"):
         return False
     raise InvalidValueError("label other than 0 and 1")
 
