@@ -112,12 +112,8 @@ def printed_progress(loss: str, local: int) -> Iterator[None]:
         )
 
     with ExitStack() as stack:
-        for room in (
-            "softmax",
-            "mutual",
-            "ring",
-            "siglip",
-        ):  # not by a path: the function siglip shadows its module
+        # Not by a path: the function siglip shadows its module.
+        for room in ("softmax", "mutual", "ring", "siglip"):
             stack.enter_context(patch.object(sys.modules[f"raycl.losses.{room}"], "product", counted))
         if rank() == 0:
             stack.enter_context(repeating(say, every_s=60))

@@ -30,6 +30,7 @@ _CHINESE_OR_JAPANESE = tuple("ãäåæçèé")
 _MAX_TOKEN_CHARACTERS = 16  # in a trained tokenizer
 _SLACK = 64  # a word cut in half at the end lies beyond the last token that is kept
 _TRAINING_CHARACTERS = 100_000
+_IN_BRACKETS = re.compile(r"\[\w+\]|<\w+>")
 _LONG_RUN = re.compile(r"\S{64}")  # training time grows faster than the square of the longest word
 _LONGEST_WORD = 32  # characters; WordPiece time grows with the cube of the word's length
 
@@ -80,8 +81,8 @@ class Tokenizer:
     """Cut texts into token ids below ``num_tokens``; 0 is the padding.
 
     ``text`` is the content of a ``tokenizer.json``, made by :func:`train_tokenizer` or another tool. If
-    its padding id (``padding``) is not 0, as in RoBERTa's, the two ids are swapped. Names of special tokens in a text
-    ("[SEP]") are read as plain text. Raises ``ConfigError`` if the file is damaged.
+    its padding id (``padding``) is not 0, as in RoBERTa's, the two ids are swapped. Names of special tokens
+    in a text ("[SEP]") are read as plain text. Raises ``ConfigError`` if the file is damaged.
     """
 
     def __init__(self, text: str) -> None:
@@ -153,13 +154,14 @@ class Tokenizer:
     def spellings(self) -> list[str]:
         """The characters of each token, [num_tokens], a space before those that begin a word.
 
-        Special tokens have none. A byte-level token has one character for each byte.
+        Special tokens have none, nor have others in brackets, such as ``[unused1]`` and ``<0x41>``. A byte-level
+        token has one character for each byte.
         """
         special, continuation = set(self.special_tokens), self._continuation_mark
         spellings = [""] * self.num_tokens
         numbers = self._swap_padding(np.array(list(self._vocabulary.values()))).tolist()
         for token, number in zip(self._vocabulary, numbers, strict=True):
-            if number not in special:
+            if number not in special and not _IN_BRACKETS.fullmatch(token):
                 text = token.lstrip(_WORD_MARKS).removeprefix(continuation)
                 spellings[number] = " " * bool(self.begins_word[number]) + text
         return spellings

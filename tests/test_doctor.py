@@ -466,6 +466,24 @@ def test_rows_that_a_run_would_refuse_are_red(tmp_path: Path) -> None:
     )
 
 
+def test_the_data_set_of_a_mixture_is_checked_alone(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"image": [b"x"] * 300}), tmp_path / "a.parquet")
+    mixture = override(recipe("simclr", image_size=32), {"data.weights": [2.0, 1.0]})
+    first, second = itertools.islice(check_data(str(tmp_path / "a.parquet"), None, mixture), 2)
+    assert (first.name, first.good) == ("data", True)
+    assert second.name == "sample"
+
+
+def test_splits_in_place_of_classes_are_red(tmp_path: Path) -> None:
+    for name in ("train/a.png", "val/b.png"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes(b"x")
+    config = override(recipe("simclr", image_size=32), {"stages.0.batch_size": 2})
+    _, labels = itertools.islice(check_data(str(tmp_path), None, config), 2)
+    assert not labels.good
+    assert "holds a data set in 2 splits; give --data" in labels.seen
+
+
 def test_an_invalid_recipe_is_refused_immediately() -> None:
     with pytest.raises(ConfigError, match="nonsense"):
         plan("nonsense", {}, None, [])

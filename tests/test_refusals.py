@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -21,7 +22,7 @@ from raycl.gpus import accelerators, are_missing, check_accelerator, check_bfloa
 from raycl.recipes import recipe
 from raycl.training.launch import train
 from raycl.training.preflight import check_negatives, check_pairs, column_names
-from tests.images import write_digits
+from tests.images import encode, write_digits
 
 TRAIN = "train simclr --output new --batch-size 32"
 DIGITS = f"{TRAIN} --data digits.parquet"
@@ -41,6 +42,7 @@ REFUSED = {
     f"{DIGITS} --output earlier": "holds an earlier run",
     f"{DIGITS} --batch-size 128": "larger than the 100 rows",
     "train supcon --data unlabeled --output new --set data.image_size=16": "loss supcon needs labels, but",
+    "train simclr --data splits --output new --batch-size 2": "splits holds a data set in 2 splits; give --data ",
     f"{DIGITS} --set encoder.name=resnet19": "own; did you mean resnet18?",
     f"{DIGITS} --gpu --workers 2": "2 workers need a GPU each, but the cluster has 0",
     "train clip --data captions --output new --set text_encoder.name=bert "
@@ -134,6 +136,9 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     ):
         (folder / name).parent.mkdir(parents=True)
         (folder / name).write_text(content)
+    for name in ("train/a.png", "train/b.png", "val/c.png"):
+        (folder / "splits" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "splits" / name).write_bytes(encode(np.zeros((16, 16, 3), np.uint8)))
     hidden = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parent.parent)}
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | hidden
     done = subprocess.run(

@@ -257,6 +257,10 @@ def test_the_encoder_of_a_run_starts_from_spellings() -> None:
     vectors = [F.normalize(each.token_embedding.weight, dim=1) for each in encoders]  # pyright: ignore
     assert torch.equal(*vectors)
     number_of = {spelling: number for number, spelling in enumerate(vocabulary.tokenizer.spellings)}
+    own = spec.model_copy(update={"name": f"{__name__}:of_zeros"})
+    unmixed = build_encoder(config, own, vocabulary)
+    assert not unmixed.token_embedding.weight.any()  # pyright: ignore
+    assert unmixed.log_weights.any()  # pyright: ignore
     walks, walked, talks = (vectors[0][number_of[name]] for name in (" walks", " walked", " talks"))
     assert walks @ walked > walks @ talks + 0.1 > 0.1
 
@@ -383,6 +387,12 @@ def test_an_encoder_that_cannot_be_built_is_a_one_line_error(
         num_tokens = arguments.pop("num_tokens", NUM_TOKENS)
         build_text_encoder(name, num_tokens=num_tokens, max_length=9, arguments=arguments)
     assert "\n" not in str(caught.value)
+
+
+def of_zeros(**arguments: Any) -> BagOfSubwords:
+    bag = BagOfSubwords(**arguments)
+    bag.token_embedding.weight.data.zero_()
+    return bag
 
 
 @pytest.mark.parametrize(

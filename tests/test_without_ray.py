@@ -92,6 +92,15 @@ def test_a_small_set_is_evaluated_in_this_process(
     assert connected == []
 
 
+def test_splits_are_not_evaluated_as_classes(run: str, tmp_path: Path) -> None:
+    for name in ("train/a.png", "val/b.png"):
+        (tmp_path / "all" / name).parent.mkdir(parents=True)
+        (tmp_path / "all" / name).write_bytes(digit_files(1)[0][0])
+    data = str(tmp_path / "all")
+    with pytest.raises(DataError, match="all holds a data set in 2 splits; give --data"):
+        evaluate("knn", run=run, train=data, test=data, quiet=True)
+
+
 @pytest.mark.usefixtures("connected")
 def test_the_encoder_of_a_small_set_is_built_once(
     run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

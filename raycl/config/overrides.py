@@ -318,7 +318,7 @@ def unknown_setting(path: str, allowed: Sequence[str]) -> str:
 
 
 def _unknown_in_run(path: str, allowed: Sequence[str]) -> str:
-    """Return an error message for an unknown setting of a run; a name of other sections is given with its path."""
+    """Return an error message for an unknown setting of a run, with the path if other sections have its name."""
     name = path.rpartition(".")[2]
     found = [each for each in _setting_paths(RunConfig) if each.rpartition(".")[2] == name]
     if present_name(path) or not 1 <= len(found) <= _MOST_PATHS:
@@ -327,13 +327,13 @@ def _unknown_in_run(path: str, allowed: Sequence[str]) -> str:
 
 
 def _setting_paths(section: type[Section], prefix: str = "") -> Iterator[str]:
-    """Yield the paths of all settings; those of a list with the index 0."""
+    """Yield the paths of all settings, of the first stage for all stages; ``augment.views`` is one setting."""
     for name in section.model_fields:
         kind = _section_at(section, name)
-        if kind is None:
+        if kind is None or kind is ViewsConfig:
             yield prefix + name
         else:
-            yield from _setting_paths(kind, f"{prefix}{name}.{'0.' if kind in (Stage, ViewsConfig) else ''}")
+            yield from _setting_paths(kind, f"{prefix}{name}.{'0.' if kind is Stage else ''}")
 
 
 def _names_at(path: Sequence[int | str]) -> list[str]:

@@ -1,5 +1,6 @@
 """Group click logs: one row per positive, with the explicit negatives of its query."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from raycl.data.columns import ColumnNames
 from raycl.data.decode import map_fragments
 from raycl.data.ids import content_id, entity_id, is_missing
 from raycl.data.read_stats import ReadStats
-from raycl.data.sources import Fragment, RawRows, Source, values_of
+from raycl.data.sources import ROWS_PER_FRAGMENT, Fragment, RawRows, Source, values_of
 from raycl.errors import InvalidValueError
 from raycl.tokenization import read_text
 
@@ -21,7 +22,7 @@ WITHOUT_POSITIVE = "queries without a positive document"
 REPEATED = "repeated pairs"
 CONTRADICTED = "explicit negatives that are a positive of the same query"
 _CAUSES = (WITHOUT_POSITIVE, REPEATED, CONTRADICTED)
-_MOST_PARTS = 200  # of a log, for the tasks that group it; Ray's own number
+_MOST_PARTS = 200  # of a log, for the tasks that group it; Ray's default
 
 _ROW = pa.schema(
     [
@@ -57,7 +58,8 @@ def group_source(source: Source, coordinator: Any, *, prefix: str = "") -> ray.d
         ray.get(coordinator.add_rows.remote(f"{prefix}{fragment.name}, labeled", stats))
 
     labeled = map_fragments(source, read)
-    return group_rows(labeled, coordinator, prefix=prefix, num_parts=min(len(source.fragments), _MOST_PARTS))
+    num_parts = min(math.ceil(source.num_rows / ROWS_PER_FRAGMENT), _MOST_PARTS)
+    return group_rows(labeled, coordinator, prefix=prefix, num_parts=num_parts)
 
 
 def group_dataset(

@@ -27,6 +27,7 @@ _TEXTS = {"text", "caption", "query", "document"}
 _ROW = re.compile(r"Row #([0-9]+)")
 _BLOCK_BYTES = 16 * 2**20  # the longest row
 _LAST = b"raycl: the last row"
+_MOST_HEADER_BYTES = 64 * 2**10
 
 
 @final
@@ -42,12 +43,12 @@ class CsvTables:
 
     def inspect(self, place: Place, columns: ColumnNames) -> TableFile:
         """Read the file once."""
+        _check_delimiter(place, columns)
         with _reading(place), open_text(place) as stream:
             try:
                 names = _open(place, stream, [], None).schema.names
             except UnicodeDecodeError:
                 raise DataError(f"the header of {place} is not UTF-8; write the file in UTF-8") from None
-        _check_delimiter(place, names, columns)
         roles = roles_in(place, names, columns)
         num_rows, integers = _count(place, list(roles), len(names))
         kinds = {name: _type(each, is_integer=name in integers) for name, each in roles.items()}
@@ -75,13 +76,18 @@ class CsvTables:
             return _open(place, stream, [name], chosen(types, [name])).read_all()[name]
 
 
-def _check_delimiter(place: Place, names: Sequence[str], columns: ColumnNames) -> None:
+def _check_delimiter(place: Place, columns: ColumnNames) -> None:
     """Raise if the header is one field that another delimiter would split."""
-    found = next((each for each in ",;\t|" if len(names) == 1 and each in names[0]), None)
-    if found and names[0] not in columns.asked.values():
+    with _reading(place), open_text(place) as stream:
+        lines = stream.read(_MOST_HEADER_BYTES).decode(errors="replace").splitlines()
+    header = lines[0].lstrip("\ufeff") if lines else ""
+    others = {",", ";", "\t", "|"} - {_delimiter(place)}
+    found = next((each for each in sorted(others) if each in header), None)
+    is_one_field = _delimiter(place) not in header and not header.startswith('"')
+    if found and is_one_field and header not in columns.asked.values():
         raise DataError(
-            f"the fields in the header of {place} are separated by {found!r}; separate all fields by commas, "
-            "or by tabs in a file that ends in .tsv"
+            f"the fields in the header of {place} are separated by {found!r}; separate all fields by commas in "
+            ".csv, by tabs in .tsv"
         )
 
 

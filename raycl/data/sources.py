@@ -1,6 +1,7 @@
 """Sources: the files at an address, cut into fragments that Ray tasks read."""
 
 import json
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +40,7 @@ _FORMATS: dict[str, TableFormat] = {
     "delta": _PARQUET,  # a log beside parquet files
     "iceberg": _PARQUET,
 }
-_SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}
+_SPLITS = {"train", "training", "dev", "val", "valid", "validation", "eval", "test", "testing", "unlabeled"}
 FORMATS = "parquet, CSV, JSONL, Arrow, tar"
 
 
@@ -258,6 +259,14 @@ def check_exists(uri: str) -> None:
                 )
 
 
+def check_no_splits(source: Source) -> None:
+    """Raise ``DataError`` if the class folders of images are splits, such as train and test."""
+    if source.kind == "folder" and source.classes and {name.lower() for name in source.classes} <= _SPLITS:
+        folders = (shlex.quote((Place(source.uri) / split).uri) for split in source.classes)
+        given = " or ".join(f"--data {folder}" for folder in folders)
+        raise DataError(f"{source.uri} holds a data set in {len(source.classes)} splits; give {given}")
+
+
 def existing(uri: str) -> Place:
     """Return the place of a dataset; raises ``DataError`` if nothing is there."""
     uri = absolute(uri)
@@ -275,7 +284,7 @@ def _format_of(name: str) -> TableFormat | None:
 
 
 def _unnamed_format(place: Place) -> TableFormat:
-    """Return parquet, the only format that a file may have without its ending; raises ``DataError`` for others."""
+    """Return parquet, the only format whose files may have another name; raises ``DataError`` for other files."""
     if _ending(place.name) in EXTENSIONS:
         raise DataError(f"{place} is a single image; give the folder of the images")
     with reading(place, _PARQUET.name, "write the file again"), place.open() as file:
@@ -308,11 +317,12 @@ def _versioned_table(place: Place, columns: ColumnNames) -> Source | None:
 
 def _pattern_source(uri: str, columns: ColumnNames) -> Source:
     files = expand(uri)
-    formats = {_format_of(file) or _PARQUET for file in files}
+    check_exists(uri)
+    root = Place(folder_of(uri))
+    formats = {_format_of(file) or _unnamed_format(root / file) for file in files}
     if len(formats) > 1:
         names = ", ".join(sorted(each.name for each in formats))
         raise DataError(f"{uri} names files of several formats ({names}); give files of one format")
-    check_exists(uri)
     return _table_source(uri, files, columns, formats.pop())
 
 
@@ -324,9 +334,6 @@ def _folder_source(uri: str, files: list[str]) -> Source:
             f"known endings of images are {', '.join(sorted(EXTENSIONS))}"
         )
     classes = _class_folders(paths)
-    if classes and all(name.lower() in _SPLITS for name in classes):
-        given = " or ".join(f"--data {uri.rstrip('/')}/{split}" for split in classes)
-        raise DataError(f"{uri} holds a data set in {len(classes)} splits; give {given}")
     labels = [classes.index(path.split("/")[0]) for path in paths] if classes else []
     fragments = tuple(
         Fragment(

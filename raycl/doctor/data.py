@@ -17,7 +17,7 @@ from raycl.data.images import EXTENSIONS, image_sides
 from raycl.data.labels import NO_LABEL
 from raycl.data.patterns import is_pattern
 from raycl.data.read_stats import NUM_EXAMPLES
-from raycl.data.sources import Fragment, RawRows, Source, find_source
+from raycl.data.sources import Fragment, RawRows, Source, check_no_splits, find_source
 from raycl.display import format_bytes
 from raycl.doctor.result import CheckResult, failed, passed, passed_if
 from raycl.errors import DataError, InvalidValueError, RayclError, last_line
@@ -116,9 +116,14 @@ def check_data(
 
 
 def _check_rows_suffice(source: Source, config: RunConfig) -> Iterator[CheckResult]:
-    """Yield a failed result for rows that fill no batch, and for missing labels that the run needs."""
+    """Yield a failed result for splits in place of classes, too few rows for a batch, and labels that are missing."""
     try:
-        check_sizes(config, {source.uri: source.num_rows})
+        check_no_splits(source)
+    except RayclError as error:
+        yield failed("labels", str(error))
+    of_one = config.model_copy(update={"data": config.data.model_copy(update={"weights": None})})
+    try:
+        check_sizes(of_one, {source.uri: source.num_rows})
     except RayclError as error:
         yield failed("batch size", str(error))
     try:

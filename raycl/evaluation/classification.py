@@ -14,7 +14,7 @@ from raycl.data.columns import ColumnNames
 from raycl.data.images import ImageFormat
 from raycl.data.in_memory import InMemoryDataset
 from raycl.data.labels import NO_LABEL
-from raycl.data.sources import Source, find_source
+from raycl.data.sources import Source, check_no_splits, find_source
 from raycl.data.split import Holdout
 from raycl.display import EvaluationResult
 from raycl.errors import ConfigError, DataError
@@ -84,6 +84,8 @@ def evaluate(
     encoder = saved.build(network)
     columns = columns_for(encoder, columns)
     sources = {name: find_source(uri, columns) for name, uri in (("train", train), ("test", test))}
+    for source in sources.values():
+        check_no_splits(source)
     _check_labels(sources)
     if not quiet:
         _warn_of_equal_sets(sources)

@@ -69,9 +69,10 @@ class _Segment:
             self._waiting = []  # of a pass that failed
         others, self._other_outputs = self._other_outputs, []
         if any(value is other for value in (*args, *kwargs.values()) for other in others):
+            self._num_outputs = None
             raise ConfigError(
-                f"activation_checkpoint_every passes on one output of a block, and {type(block).__name__} takes others "
-                "from the block before it; set it to 1"
+                f"activation_checkpoint_every passes on one output of a block, and {type(block).__name__} takes "
+                "others from the block before it; set it to 1"
             )
         self._waiting.append(forward)
         if block is not self._blocks[-1] and self._num_outputs is not None:
@@ -79,7 +80,8 @@ class _Segment:
         ready, self._waiting = self._waiting, []
         output = checkpoint(partial(self._run, ready), rows, use_reentrant=False, context_fn=self._contexts)
         if isinstance(output, tuple) and block is not self._blocks[-1]:
-            self._other_outputs = [each for each in output[1:] if each is not None]
+            given = {id(each) for each in (None, *args, *kwargs.values())}
+            self._other_outputs = [each for each in output[1:] if id(each) not in given]
         return output
 
     def _run(self, ready: Sequence[Callable[[Tensor], Any]], rows: Tensor) -> Any:

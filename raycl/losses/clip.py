@@ -288,9 +288,9 @@ def ring_clip(
 ) -> Tensor:
     """CLIP's loss over the pairs of all workers, which pass around a ring instead of being gathered.
 
-    Has the same value, gradients and errors as :func:`clip` with gathered rows; the ids are this worker's. Only the mean
-    of the temperature's gradient over workers is the same: a worker computes it from its queries, in both directions.
-    Collective in the forward pass only: every worker must scale the loss equally.
+    Has the same value, gradients and errors as :func:`clip` with gathered rows; the ids are this worker's. A
+    worker's gradient of the temperature differs, since it covers this worker's queries; its mean over workers is
+    the same. Collective in the forward pass only: every worker must scale the loss equally.
     """
     check_pair("query and key", query, key)
     local = len(query)

@@ -119,7 +119,7 @@ class MutualSoftmax:
         ]
 
     def weights(self, of_rows: Tensor, of_columns: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yield p(column | row) + p(row | column) of the negatives in each tile, given the logsumexps of all."""
+        """Yield p(column | row) + p(row | column) of the negatives in each tile, given all logsumexps."""
         for across, down in self._tiles():
             tile = self._logits(across, down)
             other = self._buffer[: tile.shape[0], : tile.shape[1]]

@@ -4,7 +4,7 @@ Gathered rows and their gradient take num_workers * local_batch * dim on every w
 holds its own rows and the rows of one other worker at a time (as in Inf-CL: Cheng et al., 2024), at
 the cost of one additional matrix product per pair of workers.
 
-There are two rounds. In the first, columns pass around the ring, and each row computes its logsumexp
+Most losses take two rounds. In the first, columns pass around the ring, and each row computes its logsumexp
 over all of them. In the second, rows pass around with their logsumexp, and each worker sums the
 gradient of its own columns. Gradients are never sent. Sent rows are read-only, so communication
 overlaps with computation.
@@ -53,7 +53,7 @@ from raycl.losses.tiled import (
 def ring_masks(
     query_id: Tensor, key_id: Tensor, blocks: Sequence[slice], negative_id: Tensor | None = None
 ) -> tuple[FalseNegativeMask | None, FalseNegativeMask | None]:
-    """Return the masks of this worker's queries against all keys, and of its keys against all queries; collective.
+    """Return the masks of own queries against all keys, and of own keys against all queries; collective.
 
     Args:
         query_id: [local_batch] int64, ids of this worker's queries.
@@ -210,7 +210,7 @@ def evaluate_mutual_ring(
         with_gradient: whether to compute gradients.
 
     Returns:
-        The losses of this worker's rows and columns, and their unscaled gradients of the losses of all workers.
+        The losses of this worker's rows and columns, and their unscaled gradients, from the losses of all workers.
     """
     wanted = rows.requires_grad or temperature.requires_grad, columns.requires_grad
     lengths = [longest(each, rows.dtype) for each in (rows, columns)]

@@ -34,7 +34,8 @@ def build_text_encoder(
     ``name`` is ``transformer`` or ``bag_of_subwords``, both untrained; ``transformers:PATH``, a model
     that Hugging Face's library saved in that folder; or ``package.module:function`` for your own. Each
     is called with ``num_tokens`` (the vocabulary size), ``max_length`` (tokens in the longest row) and
-    ``arguments``, a model of Hugging Face's also with ``padding``. Raises ``ConfigError`` for an unknown name or invalid arguments.
+    ``arguments``. A model of Hugging Face also receives ``padding``, the padding id of its tokenizer. Raises
+    ``ConfigError`` for an unknown name or invalid arguments.
     """
     sizes: dict[str, Any] = {"num_tokens": num_tokens, "max_length": max_length}
     if min(num_tokens, max_length) < 1:
@@ -201,16 +202,17 @@ class BagOfSubwords(nn.Module):
 
     @torch.no_grad()
     def start_vectors(self, spellings: Sequence[str]) -> None:
-        """Move the vectors of tokens that are spelled alike towards each other, such as those of "run" and "runs".
+        """Move the vectors of tokens that are spelled alike toward each other, such as those of "run" and "runs".
 
-        Each vector becomes a sum, of unit variance, of itself and a random vector for each n-gram of 3 to 5 characters that
-        the token shares with others, weighted by the inverse frequency of the n-gram among tokens (n-grams as in
-        fastText; Bojanowski et al., 2017). ``spellings`` has the characters of each token, [num_tokens], as
-        :attr:`raycl.tokenization.Tokenizer.spellings`; raises ``ConfigError`` unless they fit.
+        Each vector becomes a sum, of unit variance, of itself and a random vector for each n-gram of 3 to 5
+        characters that the token shares with others. The n-gram's weight is its inverse frequency among tokens
+        (n-grams as in fastText; Bojanowski et al., 2017). ``spellings`` has the characters of each token,
+        [num_tokens], as :attr:`raycl.tokenization.Tokenizer.spellings`; raises ``ConfigError`` unless they fit.
         """
         if len(spellings) != self._num_tokens:
             raise ConfigError(
-                f"spellings do not fit, came {len(spellings)} for {self._num_tokens} tokens; give one for each token"
+                f"spellings do not fit, came {len(spellings)} for {self._num_tokens} tokens; "
+                "give one for each token"
             )
         ngrams = [_ngrams(each) for each in spellings]
         counts = Counter(chain.from_iterable(ngrams))
@@ -284,7 +286,8 @@ class HuggingFaceEncoder(nn.Module):
         self.model = _load_transformers_model(path, pretrained=pretrained)
         sizes = self.model.config
         own_padding = getattr(sizes, "pad_token_id", None) or PADDING
-        self._padding = own_padding if padding is None else padding
+        # An untrained model takes the tokenizer's padding for its own.
+        self._padding = own_padding if padding is None or not pretrained else padding
         longest = _num_positions(self.model, max_length)
         if num_tokens > sizes.vocab_size or max_length > longest:
             raise ConfigError(

@@ -42,7 +42,7 @@ class RunSummary:
         metric: the metric of the periodic evaluation, None if there was none.
         best: its largest value that no rollback undid.
         time: the time of the last logged step, in seconds since 1970.
-        num_damaged: the lines of the log that were skipped because they are damaged.
+        num_damaged: the damaged lines of the log among those that were read; the report reads all.
     """
 
     name: str
@@ -92,7 +92,7 @@ def _summary(output: Place, entries: Mapping[str, fs.FileInfo]) -> RunSummary | 
     config = _read_config(output)
     if config is None:
         return None
-    result = _parse((output / RESULT).read_text()) if RESULT in entries else {}
+    result = _parse((output / RESULT).read_bytes()) if RESULT in entries else {}
     lines = (output / METRICS).read_bytes().splitlines() if METRICS in entries else []
     last = next(filter(None, map(read_line, reversed(lines))), {})
     telling = [read_line(line) for line in lines if _TELLING.search(line)]
@@ -119,7 +119,7 @@ def _summary(output: Place, entries: Mapping[str, fs.FileInfo]) -> RunSummary | 
 def _read_config(output: Place) -> dict[str, Any] | None:
     """Return the values in ``config.yaml``; None if another program wrote it."""
     try:
-        config = _Loader((output / CONFIG).read_text()).get_single_data()
+        config = _Loader((output / CONFIG).read_bytes()).get_single_data()
     except (yaml.YAMLError, RecursionError):
         return None
     match config:
@@ -128,7 +128,7 @@ def _read_config(output: Place) -> dict[str, Any] | None:
     return None
 
 
-def _parse(text: str) -> dict[str, Any]:
+def _parse(text: bytes) -> dict[str, Any]:
     """Return the object in a file, empty if it is damaged."""
     try:
         found = json.loads(text)

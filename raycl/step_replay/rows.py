@@ -129,7 +129,7 @@ def read_rows(run: RecordedRun) -> RunRows:
 
 @contextlib.contextmanager
 def _settings_fixed() -> Iterator[None]:
-    """Ask for the rows of the run where an error asks for another setting, which replay does not take."""
+    """Replace the advice to change a setting, which replay cannot, by the advice to give the rows of the run."""
     try:
         yield
     except DataError as error:

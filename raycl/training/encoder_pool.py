@@ -325,7 +325,8 @@ class PoolActor:
 def _is_input_lost(error: Exception) -> bool:
     """Whether rows or weights are lost, as those of a worker that has died: the encoder has not failed.
 
-    The pool owns the answers, so that an answer lost with the node of its encoder is another ``ObjectLostError``.
+    The pool owns the answers: one lost with the node of its encoder raises an ``ObjectLostError`` that is no
+    ``OwnerDiedError``.
     """
     if isinstance(error, RayTaskError):
         return isinstance(error.cause, ObjectLostError)

@@ -18,7 +18,7 @@ from raycl.config.overrides import config_from_yaml, config_to_yaml, differences
 from raycl.data.columns import ColumnNames, check_labels
 from raycl.data.embeddings import check_embeddings
 from raycl.data.mixed import batch_counts
-from raycl.data.sources import Source, find_source
+from raycl.data.sources import Source, check_no_splits, find_source
 from raycl.errors import ConfigError, DataError
 from raycl.gpus import are_missing, check_gpus
 from raycl.lease import Lease, writing
@@ -84,6 +84,8 @@ def validate_run(
             sources = sources or [find_source(each, column_names(config)) for each in data]
             for source in sources:
                 check_pairs(config, source.columns)
+                if not resume:  # older versions trained on them
+                    check_no_splits(source)
             check_has_labels(config, sources[0].has_labels)
             check_sizes(config, {source.uri: source.num_rows for source in sources})
         check_guide(config)
