@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raycl.data import click_logs
 from raycl.data.click_logs import (
     CONTRADICTED,
     REPEATED,
@@ -19,6 +21,7 @@ from raycl.data.click_logs import (
     _pairs_of_group,
     _skipped_in,
     _valid_rows,
+    group_source,
     grouped_columns,
 )
 from raycl.data.codecs import Format, store_all
@@ -27,7 +30,7 @@ from raycl.data.decode import row_error
 from raycl.data.ids import IdFormat, Ids, content_id, content_ids, entity_id, stable_id, stable_ids
 from raycl.data.in_memory import InMemoryDataset
 from raycl.data.read_stats import ReadStats
-from raycl.data.sources import RawRows
+from raycl.data.sources import Fragment, RawRows, Source
 from raycl.data.texts import TextFormat, TextsFormat, TokenLists, Tokens
 from raycl.errors import DataError, InvalidValueError
 from tests.pairs import vocabulary
@@ -72,6 +75,21 @@ def counts_of(pairs: list[dict[str, Any]]) -> tuple[int, ...]:
 def test_labels_of_every_type_are_read_as_clicked_or_not(labels: list[Any], clicked: bool) -> None:
     rows = rows_of_log(labels, query=["q"] * len(labels), document=["d"] * len(labels))
     assert rows["clicked"].to_pylist() == [clicked] * len(labels)
+
+
+@pytest.mark.parametrize(("num_rows", "num_parts"), [(1, 1), (300, 1), (5_000, 3), (50_000_000, 200)])
+def test_a_log_is_grouped_in_parts_of_its_size(
+    num_rows: int, num_parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One fragment: a CSV file is cut into few of them, whatever its size.
+    fragment = Fragment(uri="log.csv", first_id=0, stop=num_rows)
+    source = Source(
+        uri="log.csv", kind="csv", fragments=(fragment,), columns=PAIRS, classes=None, has_labels=True
+    )
+    labeled = MagicMock()
+    monkeypatch.setattr(click_logs, "map_fragments", lambda *_: labeled)
+    group_source(source, coordinator=None)
+    labeled.groupby.assert_called_once_with("group", num_partitions=num_parts)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Checks of the data: size, and a sample of decoded rows with their errors, sizes and labels."""
 
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -98,7 +98,7 @@ def check_data(
         yield failed("data", str(error))
         return None
     if given is not None:
-        yield from _check_rows_suffice(source, given)
+        yield from _unmet_needs(source, given)
     if source.ignored:
         ignored = ", ".join(f"{count} {extension}" for extension, count in source.ignored)
         yield passed("other files", f"ignored: {ignored}")
@@ -115,21 +115,19 @@ def check_data(
     return summary
 
 
-def _check_rows_suffice(source: Source, config: RunConfig) -> Iterator[CheckResult]:
-    """Yield a failed result for splits in place of classes, too few rows for a batch, and labels that are missing."""
-    try:
-        check_no_splits(source)
-    except RayclError as error:
-        yield failed("labels", str(error))
+def _unmet_needs(source: Source, config: RunConfig) -> Iterator[CheckResult]:
+    """Yield a failed result for splits in place of classes, too few rows for a batch, and missing labels."""
     of_one = config.model_copy(update={"data": config.data.model_copy(update={"weights": None})})
-    try:
-        check_sizes(of_one, {source.uri: source.num_rows})
-    except RayclError as error:
-        yield failed("batch size", str(error))
-    try:
-        check_has_labels(config, source.has_labels)
-    except RayclError as error:
-        yield failed("labels", str(error))
+    checks: tuple[tuple[str, Callable[[], None]], ...] = (
+        ("labels", lambda: check_no_splits(source)),
+        ("batch size", lambda: check_sizes(of_one, {source.uri: source.num_rows})),
+        ("labels", lambda: check_has_labels(config, source.has_labels)),
+    )
+    for name, check in checks:
+        try:
+            check()
+        except RayclError as error:
+            yield failed(name, str(error))
 
 
 def _find(uri: str, columns: ColumnNames | None, config: RunConfig | None) -> tuple[Source, RunConfig]:

@@ -294,16 +294,6 @@ def ring_clip(
     """
     check_pair("query and key", query, key)
     local = len(query)
-    checked_pair_ids(
-        sample_id=None,
-        query_id=(query_id, None),
-        key_id=(key_id, None),
-        negative_id=None,
-        own=slice(0, local),
-        batch=None,
-        in_batch=True,
-        num_negatives=None,
-    )
     rows, weight = working_precision(query), checked_weight(weight, query)
     temperature = checked_temperature(temperature, rows)
     blocks = list(spans(0, local, BLOCK_ROWS))

@@ -162,20 +162,13 @@ def ring_info_nce(
     check_columns("the negatives", others, query)
     local, batch = len(query), num_workers() * len(query)
     own = slice(rank() * local, (rank() + 1) * local)
-    checked_pair_ids(
-        sample_id=None,
-        query_id=(query_id, None),
-        key_id=(key_id, None),
-        negative_id=negative_id,
-        own=slice(0, local),
-        batch=None,
-        in_batch=True,
-        num_negatives=None if negatives is None else len(others),
-    )
     rows = working_precision(query)
     temperature = checked_temperature(temperature, rows)
     group = RowGroup(slice(0, local), positive=0)
-    to_keys, to_queries = ring_masks(query_id, key_id, group.blocks, negative_id)
+    num_negatives = None if negatives is None else len(others)
+    to_keys, to_queries = ring_masks(
+        query_id, key_id, group.blocks, negative_id=negative_id, num_negatives=num_negatives
+    )
     biases = None
     if key_log_frequency is not None:
         biases = logit_biases(gather_detached(key_log_frequency), negative_log_frequency, rows)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from raycl.distributed import RowExchange, gather_detached, num_workers, rank, visit_all
+from raycl.losses.checks import checked_pair_ids
 from raycl.losses.false_negatives import FalseNegativeMask, Mask, key_mask, query_mask
 from raycl.losses.mutual import MutualSoftmax, Sums, first_sums
 from raycl.losses.softmax import (
@@ -51,7 +52,12 @@ from raycl.losses.tiled import (
 
 
 def ring_masks(
-    query_id: Tensor, key_id: Tensor, blocks: Sequence[slice], negative_id: Tensor | None = None
+    query_id: Tensor,
+    key_id: Tensor,
+    blocks: Sequence[slice],
+    *,
+    negative_id: Tensor | None = None,
+    num_negatives: int | None = None,
 ) -> tuple[FalseNegativeMask | None, FalseNegativeMask | None]:
     """Return the masks of own queries against all keys, and of own keys against all queries; collective.
 
@@ -60,7 +66,21 @@ def ring_masks(
         key_id: [local_batch] int64, ids of its keys. If they are ``query_id`` itself, both masks are one.
         blocks: the blocks of rows that are processed together.
         negative_id: [num_negatives] int64, ids of further candidates of the queries.
+        num_negatives: the number of these candidates, None without.
+
+    Raises:
+        ConfigError: Ids do not fit the blocks or the candidates.
     """
+    checked_pair_ids(
+        sample_id=None,
+        query_id=(query_id, None),
+        key_id=(key_id, None),
+        negative_id=negative_id,
+        own=slice(0, blocks[-1].stop),
+        batch=None,
+        in_batch=True,
+        num_negatives=num_negatives,
+    )
     own = slice(rank() * len(query_id), (rank() + 1) * len(query_id))
     query_ids = gather_detached(query_id)
     key_ids = query_ids if key_id is query_id else gather_detached(key_id)
