@@ -21,6 +21,7 @@ os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"
 os.environ["RAY_TRAIN_METRICS_ENABLED"] = "0"
 os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # otherwise a call after the end of a cluster starts another one
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # otherwise `uv run pytest` starts every worker through uv
 os.environ["RAYCL_TRUSTED"] = "tests"  # contains the networks that test runs import
 for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
@@ -134,6 +135,15 @@ def signal_handlers() -> Iterator[None]:
     yield
     for each, handler in handlers.items():
         signal.signal(each, handler)
+
+
+@pytest.fixture(autouse=True)
+def no_ray_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Report the test that leaves a Ray running, which later tests in its process would join."""
+    yield
+    ray = sys.modules.get("ray")
+    is_left = ray is not None and ray.is_initialized() and request.path.parent.name != "cluster"
+    assert not is_left, "this test has left a Ray running"
 
 
 @pytest.fixture(scope="module")

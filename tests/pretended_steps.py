@@ -25,7 +25,7 @@ from raycl.training.stores import build_store
 from raycl.training.train_state import EmbedConfig, TrainState
 from raycl.training.transforms import build_transform
 from raycl.training.views import ViewMaker
-from tests.pretend_gpu import CPU, CUDA, Trace, is_on_device, pretend_gpu
+from tests.pretend_gpu import CUDA, Trace, is_on_device, pretend_gpu
 from tests.pretend_nccl import pretend_nccl
 from tests.settings import override_active
 
@@ -154,6 +154,9 @@ class Worker:
         modules = [self.learner.tower, self.learner.prediction_head, self.learner.temperature]
         return [each.detach() for module in modules if module is not None for each in module.parameters()]
 
+    def flat_weights(self) -> torch.Tensor:
+        return torch.cat([each.flatten() for each in self.weights()])
+
     def step(self, views: Any, step: int, *, is_watched: bool = False) -> StepOutput:
         contrast = self.learner.objective(
             self.config,
@@ -214,7 +217,7 @@ class Counted:
     views: Trace
     step: Trace
     losses: list[float]
-    weights: list[torch.Tensor]
+    updates: list[torch.Tensor]  # of all weights, by each step
 
 
 @contextlib.contextmanager
@@ -228,35 +231,34 @@ def count(case: Case, workers: int) -> Counted:
     """Run several steps on the pretended GPU and return the counts of the last one."""
     with pretended(workers) as trace:
         worker = Worker(case, workers)
-        found, losses = {}, []
+        found, losses, updates = {}, [], []
         # One more than used: the next batch is sent together with the current views.
         views_of = worker.maker.views(worker.batches(STEPS + 1))
         for step in range(STEPS):
             torch.manual_seed(step)
+            before = worker.flat_weights()
             trace.clear()
             views = next(views_of)
             found["views"] = _copied(trace)
             trace.clear()
             losses.append(worker.step(views, step).loss)
             found["step"] = _copied(trace)
-        weights = worker.weights()
-        assert all(map(is_on_device, weights)), "a weight is not on the device"
-    return Counted(**found, losses=losses, weights=weights)
+            trace.clear()
+            updates.append(worker.flat_weights() - before)
+        assert all(map(is_on_device, worker.weights())), "a weight is not on the device"
+    return Counted(**found, losses=losses, updates=updates)
 
 
-def on_host(case: Case) -> tuple[list[float], list[torch.Tensor], list[torch.Tensor]]:
-    """Run the same steps on the CPU; return the losses, and the weights before and after."""
-    return steps_on(CPU, case)
-
-
-def steps_on(device: torch.device, case: Case) -> tuple[list[float], list[torch.Tensor], list[torch.Tensor]]:
-    """Run the same steps on a real device; return the losses, and the weights before and after."""
+def steps_on(device: torch.device, case: Case) -> tuple[list[float], list[torch.Tensor]]:
+    """Run the same steps on a device that is not pretended; return their losses and updates of all weights."""
     worker = Worker(case, device=device)
-    losses, before = [], [each.clone() for each in worker.weights()]
+    losses, updates = [], []
     for step, views in enumerate(worker.maker.views(worker.batches(STEPS))):
         torch.manual_seed(step)
+        before = worker.flat_weights()
         losses.append(worker.step(views, step).loss)
-    return losses, before, worker.weights()
+        updates.append(worker.flat_weights() - before)
+    return losses, updates
 
 
 def _copied(trace: Trace) -> Trace:

@@ -195,19 +195,16 @@ def test_views_equal_the_views_on_the_cpu(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_steps_reach_the_same_weights_as_on_the_cpu(name: str) -> None:
+def test_steps_update_the_weights_as_on_the_cpu(name: str) -> None:
     case = without_dropout(CASES[name])
-    expected_losses, before, expected = steps_on(CPU, case)
-    losses, _, came = steps_on(DEVICE, case)
-    assert all(each.device.type == DEVICE.type for each in came)
+    expected_losses, expected_updates = steps_on(CPU, case)
+    losses, updates = steps_on(DEVICE, case)
     is_rounded = "bfloat16" in name
     assert losses == pytest.approx(expected_losses, rel=2e-2 if is_rounded else 2e-4)
-
-    def change(weights: list[Tensor]) -> Tensor:
-        return torch.cat([(a.cpu() - b).flatten() for a, b in zip(weights, before, strict=True)])
-
-    error = (change(came) - change(expected)).norm() / change(expected).norm()
-    assert error < (0.3 if is_rounded else 2e-2)
+    # Batch normalization of tiny maps multiplies the rounding of one step by up to 200 in the next.
+    for came, expected, error in zip(updates, expected_updates, (2e-2, 0.1, 0.1), strict=True):
+        assert came.device.type == DEVICE.type
+        assert (came.cpu() - expected).norm() < (0.3 if is_rounded else error) * expected.norm()
 
 
 def without_dropout(case: Case) -> Case:

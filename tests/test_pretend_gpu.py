@@ -32,8 +32,8 @@ from tests.pretended_steps import (
     batch,
     configuration,
     count,
-    on_host,
     pretended,
+    steps_on,
 )
 from tests.shards import bank_in_process
 
@@ -54,13 +54,13 @@ def test_a_step_waits_and_launches_no_more_than_recorded(name: str, workers: int
         if torch.__version__.startswith(COUNTED_WITH):
             assert launches <= most[2], (part, getattr(found, part).launches)
     if workers == 1:
-        losses, before, after = on_host(CASES[name])
-        error = 5e-3 if "bfloat16" not in name else 0.2
-        assert found.losses == pytest.approx(losses, rel=1e-4 if "bfloat16" not in name else 1e-2)
+        losses, updates = steps_on(CPU, CASES[name])
+        low = "bfloat16" in name
+        assert found.losses == pytest.approx(losses, rel=1e-2 if low else 1e-4)
         # Compare whole updates: AdamW moves single weights equally far even for gradients of rounding size.
-        expected = torch.cat([(b - a).flatten() for a, b in zip(before, after, strict=True)])
-        came = torch.cat([(b - a).flatten() for a, b in zip(before, found.weights, strict=True)])
-        assert (came - expected).norm() < error * expected.norm()
+        # Batch normalization of tiny maps multiplies the rounding of one step by up to 200 in the next.
+        for came, expected, error in zip(found.updates, updates, (1e-3, 0.05, 0.05), strict=True):
+            assert (came - expected).norm() < (0.2 if low else error) * expected.norm()
 
 
 @pytest.mark.parametrize("workers", [1, 2])
