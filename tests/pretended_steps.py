@@ -154,8 +154,9 @@ class Worker:
         modules = [self.learner.tower, self.learner.prediction_head, self.learner.temperature]
         return [each.detach() for module in modules if module is not None for each in module.parameters()]
 
-    def flat_weights(self) -> torch.Tensor:
-        return torch.cat([each.flatten() for each in self.weights()])
+    def update_since(self, before: list[torch.Tensor]) -> torch.Tensor:
+        """Return the change of all learned parameters, on the CPU."""
+        return torch.cat([(b - a).flatten().cpu() for a, b in zip(before, self.weights(), strict=True)])
 
     def step(self, views: Any, step: int, *, is_watched: bool = False) -> StepOutput:
         contrast = self.learner.objective(
@@ -236,7 +237,7 @@ def count(case: Case, workers: int) -> Counted:
         views_of = worker.maker.views(worker.batches(STEPS + 1))
         for step in range(STEPS):
             torch.manual_seed(step)
-            before = worker.flat_weights()
+            before = [each.clone() for each in worker.weights()]
             trace.clear()
             views = next(views_of)
             found["views"] = _copied(trace)
@@ -244,7 +245,7 @@ def count(case: Case, workers: int) -> Counted:
             losses.append(worker.step(views, step).loss)
             found["step"] = _copied(trace)
             trace.clear()
-            updates.append(worker.flat_weights() - before)
+            updates.append(worker.update_since(before))
         assert all(map(is_on_device, worker.weights())), "a weight is not on the device"
     return Counted(**found, losses=losses, updates=updates)
 
@@ -255,9 +256,10 @@ def steps_on(device: torch.device, case: Case) -> tuple[list[float], list[torch.
     losses, updates = [], []
     for step, views in enumerate(worker.maker.views(worker.batches(STEPS))):
         torch.manual_seed(step)
-        before = worker.flat_weights()
+        before = [each.clone() for each in worker.weights()]
         losses.append(worker.step(views, step).loss)
-        updates.append(worker.flat_weights() - before)
+        updates.append(worker.update_since(before))
+    assert all(each.device.type == device.type for each in worker.weights())
     return losses, updates
 
 
