@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import count
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
@@ -116,11 +116,12 @@ def strips(options: Options, size: int) -> dict[str, Any]:
     import raycl.losses  # noqa: F401
 
     number = 512 if options["quick"] else STRIPPED_ROWS
-    for name, module in list(sys.modules.items()):
-        if name.startswith("raycl.losses"):
-            for constant, value in (("STRIP_ROWS", size), ("tile_size", lambda _rows: size)):
-                if hasattr(module, constant):
-                    setattr(module, constant, value)
+    modules = [module for name, module in sys.modules.items() if name.startswith("raycl.losses")]
+    for constant, value in (("BLOCK_ROWS", size), ("tile_size", lambda _rows: size)):
+        having = [module for module in modules if hasattr(module, constant)]
+        assert having, f"no loss has {constant} any more"
+        for module in having:
+            setattr(module, constant, value)
     sizes = {"nt_xent": number // 2, "clip": number}
     return {name: time_loss(loss_of(name, "raycl"), each) for name, each in sizes.items()}
 
@@ -227,7 +228,8 @@ def steps_of(
     prepare_device(worker.config, worker.device)
     if compiled:
         worker.learner.tower.compile()
-    views, numbers = worker.maker.views(worker.batches(10_000)), count()
+    # Made before, since random images take as long as a step.
+    views, numbers = worker.maker.views(cycle(list(worker.batches(4)))), count()
     return lambda: worker.step(next(views), next(numbers))
 
 

@@ -103,6 +103,13 @@ def mixed(word: int) -> int:
     return word ^ (word >> 31)
 
 
+def test_a_gpu_draws_views_of_a_bounded_number_of_pixels() -> None:
+    images = torch.empty(1_000, 512, 512, 3, dtype=torch.uint8, device="meta")
+    pieces = list(raycl.augment.images._chunks(images, size=224))
+    assert [each.stop - each.start for each in pieces] == [128] * 8
+    assert len(list(raycl.augment.images._chunks(images[:, :32, :32], size=32))) == 1
+
+
 @pytest.mark.parametrize(("seed", "epoch", "view"), [(0, 0, 0), (-3, 7, 1), (2**70 + 5, 1, 0)])
 def test_uniform_draws_equal_a_hash_in_unbounded_integers(seed: int, epoch: int, view: int) -> None:
     ids = [0, 1, -1, 12345, -(2**63), 2**63 - 1]

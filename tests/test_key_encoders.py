@@ -15,6 +15,7 @@ from raycl.recipes import recipe
 from raycl.training.driver import check_cluster, cpus_of_a_worker, encoders_that_fit
 from raycl.training.encoder_pool import Encoded
 from raycl.training.key_encoders import MIXED_BATCHES, KeyClient, KeyEncoder, StageSettings, rows_of
+from raycl.training.pools import prepare_encoder
 from raycl.training.step import train_step
 from raycl.training.views import Views
 from tests.pretend_gpu import CPU
@@ -269,6 +270,37 @@ def test_the_leakage_probe_draws_the_view_that_the_step_did_not() -> None:
     assert torch.equal(views.key_views()[0], expected.key_views()[0])
     assert run.worker.learner.leakage(views, seed=0) == other.learner.leakage(expected, seed=0)
     assert replace(views).second_view() is not None
+
+
+def test_a_worker_draws_the_view_of_a_key_in_float32_within_a_step_in_bfloat16() -> None:
+    settings = SMALL | QUEUE | {"augment.blur": 1.0}
+    run, other = Run("moco_v2", settings), Worker(Case("moco_v2", settings | {"gpu": False}), device=CPU)
+    views, expected = next(run.views(1)), next(other.maker.views(other.batches(1)))
+    with torch.autocast("cpu", torch.bfloat16):
+        drawn = views.second_view()
+    assert drawn is not None
+    assert torch.equal(drawn, expected.key_views()[0])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "precision", "expected"),
+    [
+        (0.0, "auto", ("cpu", "float32")),
+        (0.0, "bfloat16", ("cpu", "bfloat16")),
+        (0.5, "auto", ("cuda", "bfloat16")),
+    ],
+)
+def test_encoders_without_a_gpu_of_their_own_compute_on_the_cpu(
+    gpus: float, precision: str, expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)  # Ray does not hide the GPUs of the workers
+    monkeypatch.setattr("raycl.training.pools.prepare_process", lambda _: None)
+    monkeypatch.setattr("raycl.training.pools.prepare_device", lambda config, _: config)
+    pool = {"location": "actors", "gpus_per_actor": gpus}
+    settings = {"gpu": True, "precision": precision} | {f"momentum_encoder.{k}": v for k, v in pool.items()}
+    config = override(recipe("moco_v2", image_size=32), settings)
+    config, device = prepare_encoder(config, config.momentum_encoder)
+    assert (device.type, config.tower_precision) == expected
 
 
 @pytest.mark.parametrize(

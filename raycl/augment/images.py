@@ -24,6 +24,8 @@ from raycl.augment.rng import uniforms
 from raycl.distributed.device_copy import constant
 from raycl.errors import ConfigError
 
+DRAWN_PIXELS = 2**25  # of images whose views a GPU draws together; each needs about 40 bytes meanwhile
+
 # One column of uniforms each; the columns of the crop box follow, then the rotation.
 # Append only: another order would change the views of every earlier run.
 _DRAWS = (
@@ -214,10 +216,10 @@ def center_view(
 
 
 def _chunks(images: Tensor | np.ndarray, *, size: int) -> Iterator[slice]:
-    """Yield slices of rows: a megabyte or two of views on a CPU, so that they stay in its cache."""
-    num_images = len(images)
+    """Yield slices of rows: a megabyte or two of views on a CPU, so that they stay in its cache; on a GPU, ``DRAWN_PIXELS``."""
+    num_images, height, width = images.shape[:3]
     on_cpu = isinstance(images, np.ndarray) or images.device.type == "cpu"
-    length = min(64, max(4, 2**17 // size**2)) if on_cpu else max(1, num_images)
+    length = min(64, max(4, 2**17 // size**2)) if on_cpu else max(1, DRAWN_PIXELS // (height * width))
     for start in range(0, num_images, length):
         yield slice(start, start + length)
 

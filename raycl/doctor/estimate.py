@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
+from raycl.augment.images import DRAWN_PIXELS
 from raycl.config import RunConfig
 from raycl.display import format_bytes
 from raycl.doctor.nodes import Node, NodeAnswer, NodeInfo, ask_nodes, gpu_memory
@@ -11,6 +12,8 @@ from raycl.doctor.nodes import Node, NodeAnswer, NodeInfo, ask_nodes, gpu_memory
 # Allocators keep freed memory: real workers took 1.14 to 1.32 times the sum of the parts (docs/doctor.md).
 ALLOCATOR = 4 / 3
 CUDA_BYTES = 2.0**30  # context, workspaces of cuDNN, blocks that the allocator keeps
+# For each pixel, while views are drawn: float32 planes, products of the crop, weights of the interpolation.
+_DRAWN_PIXEL = 40.0
 _RESERVED = 0.05  # of a node's memory: above 95% Ray kills workers
 
 Answers = Sequence[NodeAnswer[NodeInfo]]
@@ -62,6 +65,13 @@ class MemoryEstimate:
         if parts["weights"] > parts["activations"]:
             return "take a smaller encoder, or nodes with more memory"
         return f"lower --batch-size, set stages.{self.stage}.chunk_size, or use more workers and nodes"
+
+
+def drawing_bytes(config: RunConfig, batch_bytes: float) -> float:
+    """Return the bytes of two batches of decoded images on a GPU, and of the intermediates of their views."""
+    if config.data.kind not in ("image", "image_text"):
+        return 0.0
+    return 2 * batch_bytes + _DRAWN_PIXEL * min(batch_bytes / config.data.channels, DRAWN_PIXELS)
 
 
 def workers_on(node: Node, config: RunConfig, num_cpus: float) -> int:

@@ -20,6 +20,7 @@ from raycl.doctor.estimate import (
     Answers,
     MemoryEstimate,
     available_memory,
+    drawing_bytes,
     smallest_gpu,
     workers_on,
 )
@@ -204,7 +205,7 @@ def estimate_memory(
     """
     estimates = []
     for number, (stage, measured) in enumerate(zip(config.stages, profiles, strict=True)):
-        rows = _rows_of_sides(config, stage, negatives_per_pair)
+        rows, local_batch = _rows_of_sides(config, stage, negatives_per_pair), config.local_batch_size(stage)
         weights, copy = measured.learned, measured.parameters + measured.buffers
         momentum = config.optimizer.momentum or config.optimizer.name != "sgd"
         parts = {
@@ -220,7 +221,8 @@ def estimate_memory(
             )
             + sum(rows) * measured.predictions,
             "views": sum(count * each for count, each in zip(rows, measured.inputs, strict=True)),
-            "waiting rows": _BATCHES * config.local_batch_size(stage) * row_bytes,
+            "images": drawing_bytes(config, local_batch * row_bytes) if config.gpu else 0.0,
+            "waiting rows": _BATCHES * local_batch * row_bytes,
             "embeddings": _EMBEDDINGS * stage.batch_size * config.projection_head.dim * 4.0,
             "negatives": _store_bytes(config, num_samples),
         }

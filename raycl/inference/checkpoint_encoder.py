@@ -133,7 +133,7 @@ class _Opened:
         prefixes = ("query.", "key.") if self.config.has_two_towers else ("",)
         towers = []
         for spec, prefix in zip(encoder_specs(self.config, self.tokenizer), prefixes, strict=False):
-            with torch.random.fork_rng():  # building a network seeds the generator
+            with torch.random.fork_rng(devices=[]):  # building a network seeds the generator
                 encoder = build_encoder(self.config, spec, vocabulary) if network is None else network
             towers.append((encoder, complete_spec(spec, encoder, own=network is not None), prefix))
         return towers

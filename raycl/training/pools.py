@@ -43,9 +43,12 @@ def open_pool(
 
 
 def prepare_encoder(config: RunConfig, pool: PoolConfig) -> tuple[RunConfig, torch.device]:
-    """Set up the process of an encoder of this pool; return the configuration for its device, a GPU if there is one."""
+    """Set up the process of an encoder of this pool; return the configuration for its device, its GPU if it has one."""
     prepare_process(min(available_cores(), max(1, int(pool.cpus_per_actor))))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    # Ray does not hide the node's GPUs from an actor without any: they are the workers'.
+    device = torch.device("cuda" if pool.gpus_per_actor and torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and config.precision == "auto":  # which is bfloat16 for the GPUs of the workers
+        config = config.model_copy(update={"precision": "float32"})
     return prepare_device(config, device), device
 
 

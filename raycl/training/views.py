@@ -186,7 +186,8 @@ class ViewMaker:
         return [number for number in range(self.num_views) if number != 1 or self.draws_key]
 
     def _draw_key(self, batch: Batch, transform: Transform) -> Tensor:
-        return transform.view(batch, 1).on(self.device)
+        with torch.autocast(self.device.type, enabled=False):  # the step that asks for it may round
+            return transform.view(batch, 1).on(self.device)
 
     @cached_property
     def _exchange(self) -> IdExchange:
