@@ -131,6 +131,12 @@ INCOMPATIBLE = {  # a recipe and its settings, and a pattern of the error
     "simclr encoder.name=vit_tiny stages.0.image_size=16": (
         r"^stages.0.image_size acts only with a ResNet .* and this run has encoder.name vit_tiny; remove it$"
     ),
+    "sogclr stages.1.temperature=0.05": (
+        "stages with loss gcl have temperatures 0.2 and 0.05, and share partition functions of one temperature; give"
+    ),
+    "instance_discrimination stages.0.loss=nce negatives.normalizer_momentum=null stages.1.temperature=0.5": (
+        "temperatures 0.1 and 0.5, and share normalizing constant of .* or set negatives.normalizer_momentum=0.9"
+    ),
     "simclr stages.0.chunk_size=513": "chunk_size 513 is larger than a worker's 512 views",
     "simclr workers=2 stages.0.chunk_size=257": "chunk_size 257 is larger than a worker's 256 views",
     "simclr workers=2 min_workers=1 stages.0.chunk_size=1000": "1000 is larger than .*choose a smaller one$",
@@ -254,8 +260,8 @@ TWO_TOWERS = {  # a recipe and its settings, the error, and a setting that remov
         "negatives.mined.num 2 is incompatible with a prediction head, which queries pass and documents do not;",
         "prediction_head.num_layers=0",
     ),
-    "simcse negatives.mined.num=2 batchnorm=shuffled": (
-        "negatives.mined.num 2 is incompatible with batchnorm shuffled, which has groups of two views alone;",
+    "simcse batchnorm=shuffled": (
+        "batchnorm shuffled needs views of one shape, and texts differ in length; set it to synchronized,",
         "batchnorm=synchronized",
     ),
     "two_tower negatives.mined.num=2 stages.0.logq_correction=simple": (

@@ -66,6 +66,16 @@ def test_an_added_stage_cannot_begin_to_learn_the_temperature(tmp_path: Path) ->
         check_output(learning, Place(str(tmp_path)), resume=True)
 
 
+@pytest.mark.parametrize("learns", [True, False])
+def test_an_added_stage_cannot_begin_to_learn_a_bias(learns: bool, tmp_path: Path) -> None:
+    clip = raycl.override(raycl.recipe("clip", image_size=32), {"learn_temperature": learns})
+    (tmp_path / "config.yaml").write_text(config_to_yaml(clip))
+    added = raycl.override(clip, {"stages.1.loss": "siglip", "stages.1.epochs": 1})
+    says = pytest.raises(ConfigError, match="--resume would add or remove a learned bias")
+    with says if learns else contextlib.nullcontext():
+        check_output(added, Place(str(tmp_path)), resume=True)
+
+
 def test_a_guide_may_move_but_not_come_or_go(tmp_path: Path) -> None:
     def guided(folder: str | None) -> RunConfig:
         settings = {f"negatives.guide.{side}": folder for side in ("query", "document")}

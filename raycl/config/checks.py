@@ -23,6 +23,7 @@ def problems(run: "RunConfig") -> Iterator[str]:
         _check_sources,
         _check_key_encoders,
         _check_losses,
+        _check_temperatures,
         _check_guide,
         _check_mined,
         _check_rollback,
@@ -159,6 +160,11 @@ def _check_sources(run: "RunConfig") -> str | None:
             "batchnorm shuffled needs two views per sample, and key memory_bank has one; "
             "set batchnorm to synchronized, layer or group"
         )
+    if run.data.kind == "text":
+        return (
+            "batchnorm shuffled needs views of one shape, and texts differ in length; "
+            "set it to synchronized, group or layer"
+        )
     if run.has_two_towers:
         return (
             "batchnorm shuffled needs two views of one tower, and this run has two towers; set it "
@@ -229,6 +235,26 @@ def _check_losses(run: "RunConfig") -> str | None:
         for stage in run.stages
     )
     return next(filter(None, found), None)
+
+
+def _check_temperatures(run: "RunConfig") -> str | None:
+    """Check that stages have one temperature if they share values that are stored for one."""
+    is_constant = run.negatives.normalizer_momentum is None
+    sharing = [
+        stage
+        for stage in run.stages
+        if LOSSES[stage.loss].partition
+        or (is_constant and "normalizer_momentum" in LOSSES[stage.loss].settings)
+    ]
+    temperatures = list(dict.fromkeys(f"{stage.temperature:g}" for stage in sharing))
+    if len(temperatures) < 2 or (run.learn_temperature and not why_inactive(run, "learn_temperature")):
+        return None
+    stored = "partition functions" if LOSSES[sharing[0].loss].partition else "normalizing constant"
+    other = "" if LOSSES[sharing[0].loss].partition else ", or set negatives.normalizer_momentum=0.9"
+    return (
+        f"stages with loss {sharing[0].loss} have temperatures {' and '.join(temperatures)}, and share {stored} "
+        f"of one temperature; give them the same temperature{other}"
+    )
 
 
 def _problem_of_weights(run: "RunConfig", stage: Stage) -> str | None:
@@ -384,11 +410,6 @@ def _check_mined(run: "RunConfig") -> str | None:
         return (
             f"negatives.mined.num {mined.num} is incompatible with a prediction head, which queries pass and documents "
             "do not; set prediction_head.num_layers=0"
-        )
-    if run.batchnorm == "shuffled":
-        return (
-            f"negatives.mined.num {mined.num} is incompatible with batchnorm shuffled, which has groups of two views "
-            "alone; set it to synchronized, group or layer"
         )
     for stage in run.stages:
         if not LOSSES[stage.loss].explicit_negatives:

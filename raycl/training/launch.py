@@ -307,7 +307,7 @@ def _warn_of_leakage(config: RunConfig, final: dict[str, Any], report: Printer) 
     if config.batchnorm in ("local", "local_view", "synchronized") and leakage > NOTABLE_LEAKAGE:
         report(
             f"BatchNorm leaks the positives: shared statistics make the pretext task easier by {leakage:.3f}; "
-            "set batchnorm to shuffled, group or layer"
+            f"set batchnorm to {'group or layer' if config.has_texts else 'shuffled, group or layer'}"
         )
 
 

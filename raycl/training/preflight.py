@@ -294,6 +294,11 @@ def _check_unchanged(saved: RunConfig, config: RunConfig) -> None:
             f"the run has {last + 1} stages, and --resume got only {len(config.stages)}; repeat all of them "
             "(further ones may follow), or give another --output"
         )
+    if config.learn_temperature and (saved.first_bias is None) != (config.first_bias is None):
+        raise ConfigError(
+            "--resume would add or remove a learned bias, a parameter of the saved optimizer, which only loss siglip "
+            "has; give another --output"
+        )
     longer = re.compile(rf"stages\.{last}\.(epochs|steps)")
     added = tuple(f"stages.{index}." for index in range(last + 1, len(config.stages)))
     for key, (before, now) in differences(saved, config).items():
