@@ -19,6 +19,7 @@ from raycl.data.click_logs import (
     REPEATED,
     WITHOUT_POSITIVE,
     _pairs_of_group,
+    _pairs_of_groups,
     _skipped_in,
     _valid_rows,
     group_source,
@@ -77,7 +78,7 @@ def test_labels_of_every_type_are_read_as_clicked_or_not(labels: list[Any], clic
     assert rows["clicked"].to_pylist() == [clicked] * len(labels)
 
 
-@pytest.mark.parametrize(("num_rows", "num_parts"), [(1, 1), (300, 1), (5_000, 3), (50_000_000, 200)])
+@pytest.mark.parametrize(("num_rows", "num_parts"), [(1, 1), (20_000, 1), (50_000, 3), (50_000_000, 200)])
 def test_a_log_is_grouped_in_parts_of_its_size(
     num_rows: int, num_parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,7 +90,26 @@ def test_a_log_is_grouped_in_parts_of_its_size(
     labeled = MagicMock()
     monkeypatch.setattr(click_logs, "map_fragments", lambda *_: labeled)
     group_source(source, coordinator=None)
-    labeled.groupby.assert_called_once_with("group", num_partitions=num_parts)
+    if num_parts == 1:  # one task, without a shuffle
+        labeled.repartition.assert_called_once_with(1)
+        labeled.groupby.assert_not_called()
+    else:
+        labeled.groupby.assert_called_once_with("group", num_partitions=num_parts)
+
+
+@pytest.mark.parametrize("num_queries", [0, 1, 7])
+def test_the_groups_of_one_part_are_the_queries(num_queries: int) -> None:
+    rng = np.random.default_rng(num_queries)
+    labels = rng.integers(0, 2, 60 * min(num_queries, 1)).tolist()
+    query = [f"q{number}" for number in rng.integers(0, max(num_queries, 1), len(labels))]
+    document = [f"d{number}" for number in rng.integers(0, 12, len(labels))]
+    came = _pairs_of_groups(rows_of_log(labels, query=query, document=document)).to_pylist()
+    expected = []
+    for wanted in dict.fromkeys(query):
+        own = [place for place, name in enumerate(query) if name == wanted]
+        texts = {"query": [wanted] * len(own), "document": [document[place] for place in own]}
+        expected += pairs_of([labels[place] for place in own], **texts)
+    assert came == expected
 
 
 @pytest.mark.parametrize(

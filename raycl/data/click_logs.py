@@ -14,7 +14,7 @@ from raycl.data.columns import ColumnNames
 from raycl.data.decode import map_fragments
 from raycl.data.ids import content_id, entity_id, is_missing
 from raycl.data.read_stats import ReadStats
-from raycl.data.sources import ROWS_PER_FRAGMENT, Fragment, RawRows, Source, values_of
+from raycl.data.sources import Fragment, RawRows, Source, values_of
 from raycl.errors import InvalidValueError
 from raycl.tokenization import read_text
 
@@ -22,7 +22,8 @@ WITHOUT_POSITIVE = "queries without a positive document"
 REPEATED = "repeated pairs"
 CONTRADICTED = "explicit negatives that are a positive of the same query"
 _CAUSES = (WITHOUT_POSITIVE, REPEATED, CONTRADICTED)
-_MOST_PARTS = 200  # of a log, for the tasks that group it; Ray's default
+_ROWS_PER_PART = 20_000  # of a log, for the tasks that group it
+_MOST_PARTS = 200  # Ray's default
 
 _ROW = pa.schema(
     [
@@ -58,7 +59,7 @@ def group_source(source: Source, coordinator: Any, *, prefix: str = "") -> ray.d
         ray.get(coordinator.add_rows.remote(f"{prefix}{fragment.name}, labeled", stats))
 
     labeled = map_fragments(source, read)
-    num_parts = min(math.ceil(source.num_rows / ROWS_PER_FRAGMENT), _MOST_PARTS)
+    num_parts = min(math.ceil(source.num_rows / _ROWS_PER_PART), _MOST_PARTS)
     return group_rows(labeled, coordinator, prefix=prefix, num_parts=num_parts)
 
 
@@ -90,9 +91,12 @@ def group_rows(
     The coordinator counts the skipped rows, by names that begin with ``prefix``. The queries are divided into
     ``num_parts`` parts; each takes time, even if it is empty.
     """
-    grouped = labeled.groupby("group", num_partitions=num_parts).map_groups(
-        _pairs_of_group, batch_format="pyarrow"
-    )
+    if num_parts == 1:  # without a shuffle, which takes 10 s for the smallest log
+        one = labeled.repartition(1)
+        grouped = one.map_batches(_pairs_of_groups, batch_size=None, batch_format="pyarrow")
+    else:
+        groups = labeled.groupby("group", num_partitions=num_parts)
+        grouped = groups.map_groups(_pairs_of_group, batch_format="pyarrow")
 
     def finish(table: pa.Table) -> pa.Table:
         name, stats = _skipped_in(table)
@@ -166,6 +170,14 @@ def _id_of(value: Any) -> int:
     if is_missing(value):
         raise InvalidValueError("missing id")
     return entity_id(value)
+
+
+def _pairs_of_groups(table: pa.Table) -> pa.Table:
+    places: dict[int, list[int]] = {}
+    for place, group in enumerate(table["group"].to_pylist()):
+        places.setdefault(group, []).append(place)
+    pairs = [_pairs_of_group(table.take(each)) for each in places.values()]
+    return pa.concat_tables([_PAIR.empty_table(), *pairs]).combine_chunks()
 
 
 def _pairs_of_group(table: pa.Table) -> pa.Table:
