@@ -16,7 +16,7 @@ def check_gpus(workers: int, have: float) -> None:
     """Raise ``ConfigError`` if there are fewer GPUs than ``workers``."""
     if have < workers:
         raise ConfigError(
-            f"{workers} workers need a GPU each, but the cluster has {have:g}; "
+            f"--gpu takes one GPU per worker: {workers} needed, but the cluster has {have:g}; "
             "lower --workers, remove --gpu, or set autoscaling=true if the cluster will grow"
         )
 

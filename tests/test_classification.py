@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from scipy.stats import binom
 
 from raycl.data.sources import Source, find_source
 from raycl.errors import ConfigError, DataError
@@ -17,6 +18,7 @@ from raycl.evaluation import classification
 from raycl.evaluation.classification import (
     LabeledSet,
     _check_labels,
+    _num_rows_with,
     _warn_of_equal_sets,
     _with_train_classes,
     evaluate,
@@ -88,6 +90,24 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(classification, "knn_accuracy", recorded)
     return lengths
+
+
+def test_the_baseline_of_few_labels_has_enough_rows_of_each_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(classification, "MAX_BASELINE_ROWS", {"linear": 12})
+    found = evaluate("linear", **small_run(tmp_path, (8, 8, 3)), labels_per_class=10, quiet=True)
+    assert 0.3 < found["baseline"]["pixels"] < 0.99
+
+
+@pytest.mark.parametrize("labels_per_class", [1, 5, 20, 100])
+@pytest.mark.parametrize("fewest", [150, 1_000])
+def test_a_sample_has_enough_labels_of_each_class(labels_per_class: int, fewest: int) -> None:
+    label = torch.cat([torch.arange(10).repeat(fewest), torch.arange(9).repeat(fewest)])
+    fraction = min(1.0, _num_rows_with(labels_per_class, label) / len(label))
+    assert fewest >= 2 * labels_per_class + 20 or fraction == 1
+    # The chance that the smallest class lacks labels.
+    assert binom.cdf(labels_per_class - 1, fewest, fraction) < 1e-6
 
 
 @pytest.mark.parametrize(("shape", "channels"), [((8, 8), 1), ((8, 8, 3), 3)])

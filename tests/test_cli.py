@@ -23,6 +23,7 @@ from raycl.config.conditions import why_inactive
 from raycl.config.overrides import config_from_yaml, config_to_yaml, override
 from raycl.data.columns import ColumnNames
 from raycl.display import EvaluationResult
+from raycl.errors import ConfigError
 from raycl.gpus import cpu_has_bfloat16
 from raycl.recipes import RECIPES, recipe
 from tests.images import encode, photograph, write_digits
@@ -258,6 +259,16 @@ def test_a_recipe_infers_the_image_size_unless_it_is_set(digits: Path, tmp_path:
     large = plan_run("simclr", data=[str(tmp_path / "photos")], flags={}, settings=[]).config
     assert large.data.image_size == 224
     assert large.encoder.name == "resnet50"
+
+
+def test_settings_of_the_optimizer_of_small_images_are_judged_by_the_size_of_the_images(digits: Path) -> None:
+    def planned(size: int) -> RunConfig:
+        settings = ["optimizer.betas=[0.9,0.99]", f"data.image_size={size}"]
+        return plan_run("simclr", data=[str(digits)], flags={}, settings=settings).config
+
+    assert (planned(32).optimizer.name, planned(32).optimizer.betas) == ("muon", (0.9, 0.99))
+    with pytest.raises(ConfigError, match="optimizer.betas acts only with optimizer.name adamw or muon"):
+        planned(224)
 
 
 @pytest.mark.parametrize("name", ["simclr", "moco_v2", "supcon", "instance_discrimination"])

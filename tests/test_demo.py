@@ -1,11 +1,15 @@
 """The picture of the demo: a query of each digit, and the accuracy above each block of neighbors."""
 
+from pathlib import Path
+
 import pyarrow as pa
+import pytest
 import torch
 
 from raycl.data.codecs import store_all
 from raycl.data.images import ImageFormat
 from raycl.data.in_memory import InMemoryDataset
+from raycl.demo.plan import plan_demo
 from raycl.demo.run import NUM_NEIGHBORS, Representation, draw_neighbors
 from tests.images import digit_files
 
@@ -18,6 +22,13 @@ def digits(first: int, last: int) -> InMemoryDataset:
     decoded = {role: each.decode_all(images) for role, each in formats.items()}
     numbers = {"sample_id": pa.array(range(first, last)), "label": pa.array(labels)}
     return InMemoryDataset([pa.table(store_all(formats, decoded) | numbers)], formats)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 7, 8, 200])
+def test_the_batch_divides_over_any_number_of_workers(workers: int, tmp_path: Path) -> None:
+    batch_size = plan_demo(str(tmp_path), workers=workers, epochs=1).config.stages[0].batch_size
+    assert batch_size % workers == 0
+    assert workers > 128 or 120 <= batch_size <= 128
 
 
 def test_the_picture_has_a_query_of_each_digit_and_an_accuracy_above_each_block() -> None:

@@ -364,7 +364,7 @@ def test_only_kuberay_and_the_submitting_pod_can_reach_the_dashboard() -> None:
     within, from_outside = policy["ingress"]
     assert within == {"from": [{"podSelector": {"matchLabels": chosen}}]}
     operator, submitter = (each["podSelector"]["matchLabels"] for each in from_outside["from"])
-    assert operator == {"app.kubernetes.io/name": "kuberay-operator"}
+    assert operator == {"app.kubernetes.io/component": "kuberay-operator"}
     assert submitter == {"batch.kubernetes.io/job-name": OBJECTS["RayJob"]["metadata"]["name"]}
     ports = {port["name"]: port["containerPort"] for port in container_of(PODS["head"])["ports"]}
     assert from_outside["ports"] == [{"port": ports["dashboard"], "protocol": "TCP"}]

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,7 +18,8 @@ from raycl.api import plan_examined as plan
 from raycl.cli.plan import command_settings
 from raycl.config import RunConfig
 from raycl.config.overrides import override
-from raycl.doctor.data import check_data
+from raycl.data.sources import Fragment
+from raycl.doctor.data import MAX_FRAGMENTS, check_data, spread
 from raycl.doctor.encoders import check_pools, estimate_encoder
 from raycl.doctor.estimate import ALLOCATOR, CUDA_BYTES
 from raycl.doctor.memory import bank_bytes, check_memory, estimate_memory
@@ -318,7 +320,8 @@ def test_gpu_memory_excludes_the_process_and_prefetched_rows() -> None:
         for gpu in (False, True)
     )
     assert on_cpu.gpu == 0
-    assert on_cpu.host == on_cpu.total == pytest.approx(on_gpu.total)
+    drawing = ALLOCATOR * (2 * 256 * 50 + 40 * 256 * 50 / 3)
+    assert on_cpu.host == on_cpu.total == pytest.approx(on_gpu.total - drawing)
     assert on_gpu.host == pytest.approx(ALLOCATOR * (1e6 + 4 * 256 * 50))
 
 
@@ -506,3 +509,13 @@ def test_an_invalid_request_is_refused_in_one_line_with_status_2(
     status, out, err = run_raycl(monkeypatch, capsys, "doctor", *arguments)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert message in err
+
+
+@pytest.mark.parametrize("number", [1, 7, 8, 15, 23, 1_000])
+def test_the_sample_is_spread_over_all_fragments(number: int) -> None:
+    fragments = [Fragment(uri="a", first_id=place, stop=place + 1) for place in range(number)]
+    places = [each.first_id for each in spread(fragments)]
+    assert len(places) == len(set(places)) == min(number, MAX_FRAGMENTS)
+    assert (places[0], places[-1]) == (0, number - 1)
+    steps = np.diff(places)
+    assert not len(steps) or steps.max() - steps.min() <= 1

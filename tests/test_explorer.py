@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 import pyarrow as pa
@@ -827,7 +828,9 @@ def test_an_invalid_flag_is_refused_in_one_line_with_status_2(
     ],
 )
 def test_the_url_can_be_opened_in_a_browser(host: str, url: str) -> None:
-    assert serve._url(host, "10.0.0.7", 8000, "/") == url
+    opened = urlsplit(serve._url(host, "10.0.0.7", 8000, "/", "a+b/c=&%"))
+    assert opened._replace(fragment="").geturl() == url
+    assert parse_qs(opened.fragment) == {"token": ["a+b/c=&%"]}  # as the page reads it
 
 
 def test_without_ray_serve_the_command_names_the_package_to_install(

@@ -35,6 +35,22 @@ def test_rows_without_text_or_label_are_skipped_and_counted(tmp_path: Path) -> N
     assert (found.label.tolist(), found.num_invalid) == ([1, 0], 2)
 
 
+@pytest.mark.parametrize("texts", [["True", "false", "TRUE"], ["1.0", "0.0", "1"], ["1", "0", "1"]])
+def test_labels_in_text_are_read_as_in_training(texts: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "pairs.csv"
+    lines = [f"q{place},d,{text}" for place, text in enumerate(texts)]
+    path.write_text("\n".join(["query,document,label", *lines, "q,d,"]) + "\n")
+    assert read_values(str(path), PAIRS).label.tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize("text", ["good", "1.5", "nan", "inf"])
+def test_labels_that_are_no_grades_are_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.csv"
+    path.write_text(f"query,document,label\nq,d,1\nq,e,{text}\nq,e,no\n")
+    with pytest.raises(DataError, match="labels of pairs must be grades such as 0 and 1"):
+        read_values(str(path), PAIRS)
+
+
 def test_a_match_of_a_query_never_becomes_its_negative() -> None:
     by_role = {"query": ["q", "q", "q", "q"], "document": ["good", "fine", "good", "bad"]}
     pairs = _Pairs(Values(by_role=by_role, label=np.array([1, 1, 0, 0])))

@@ -44,7 +44,7 @@ REFUSED = {
     "train supcon --data unlabeled --output new --set data.image_size=16": "loss supcon needs labels, but",
     "train simclr --data splits --output new --batch-size 2": "splits holds a data set in 2 splits; give --data ",
     f"{DIGITS} --set encoder.name=resnet19": "own; did you mean resnet18?",
-    f"{DIGITS} --gpu --workers 2": "2 workers need a GPU each, but the cluster has 0",
+    f"{DIGITS} --gpu --workers 2": "--gpu takes one GPU per worker: 2 needed, but the cluster has 0",
     "train clip --data captions --output new --set text_encoder.name=bert "
     "--set data.image_size=16": "unknown text_encoder.name 'bert'; there are transformer",
     "train simcse --data captions --output new --set encoder.name=resnet18": "unknown encoder.name 'resnet18'",

@@ -615,7 +615,7 @@ def test_a_signal_while_the_page_is_drawn_does_not_change_the_status_of_a_finish
     monkeypatch.setattr("raycl.report.writer.write_report", interrupted)
     with reported(str(tmp_path)):
         write_run(tmp_path)
-    assert "no report was written: KeyboardInterrupt" in capsys.readouterr().err
+    assert "no report was written: interrupted" in capsys.readouterr().err
 
 
 @given(

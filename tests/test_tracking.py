@@ -201,6 +201,25 @@ def test_training_does_not_wait_for_a_hanging_tracker() -> None:
     wait_for(lambda: blocked.steps == list(range(1, 101)))
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["hangs", "fails"])
+def test_records_that_were_not_flushed_at_the_end_are_reported(fails: bool) -> None:
+    may_answer = threading.Event()
+
+    def flush() -> None:
+        if fails:
+            raise OSError("slow down")
+        may_answer.wait()
+
+    outbox = BackgroundTracker("tracking.tensorboard", lambda: FakeTracker(flush=flush), interval_s=60)
+    opened = Trackers([outbox])
+    opened.write(1, {"loss": 1.0})
+    outbox.begin_closing(finished=True)
+    outbox.wait(2.0 if fails else 0.2)
+    may_answer.set()
+    missing = "tracking.tensorboard did not store the metrics of 1 logged steps; metrics.jsonl has them"
+    assert opened.messages() == [*["tracking.tensorboard failed: slow down"] * fails, missing]
+
+
 def test_a_tracker_that_fails_to_open_gets_all_records_later_and_one_failure_report(tmp_path: Path) -> None:
     in_the_way = tmp_path / "board"
     in_the_way.write_text("a file where the folder should be")

@@ -66,7 +66,7 @@ def plan_run(
         _check_flags(flags, config, run)
         return RunPlan(override(config, overrides))
     config = recipe(run, image_size=LARGEST)
-    requested = override(config, overrides)  # report typing errors before reading data
+    requested = _requested(run, config, overrides)  # report typing errors before reading data
     if requested.data.kind not in ("image", "image_text"):
         return RunPlan(requested)
     size = requested.data.image_size if "data.image_size" in pairs else None
@@ -91,6 +91,19 @@ def plan_run(
         config = config.model_copy(update={"optimizer": papers.optimizer, "stages": papers.stages})
     config = override(config, overrides)
     return RunPlan(config, sources, _departures(config, papers, gray=gray, is_set=is_set))
+
+
+def _requested(run: str, config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
+    """Override the settings of a recipe, whose images may be small."""
+    try:
+        return override(config, overrides)
+    except ConfigError:
+        if config.data.kind not in ("image", "image_text"):
+            raise
+        # Small images have other defaults, on which these settings may act.
+        with contextlib.suppress(ConfigError):
+            return override(recipe(run, image_size=SMALL, on_cpu=True), overrides)
+        raise
 
 
 def _is_papers_optimizer(pairs: Mapping[str, Any], config: RunConfig) -> bool:

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from typing import Annotated
+from urllib.parse import quote
 
 import typer
 
@@ -57,7 +58,7 @@ def serve(
         _warn_of(host, port)
     with _until_signal(), served(target, host, port) as route:
         head, is_here = head_address()
-        print(f"bank {name}: {_url(host, head, port, route)}#token={secret}", flush=True)
+        print(f"bank {name}: {_url(host, head, port, route, secret)}", flush=True)
         if is_loopback(host) and not is_here:
             print(
                 f"the URL is valid on the head node, {head}; from here: ssh -L {port}:127.0.0.1:{port} {head}",
@@ -100,7 +101,7 @@ def explore(
     with listening, _until_signal():
         if host not in ("localhost", "127.0.0.1", "::1"):
             _warn_of(host, port)
-        print(f"run {run}: {_url(host, socket.gethostname(), port, '/')}#token={secret}", flush=True)
+        print(f"run {run}: {_url(host, socket.gethostname(), port, '/', secret)}", flush=True)
         print("press Ctrl-C to close", flush=True)
         # A logged URL may contain the token.
         uvicorn.Server(uvicorn.Config(app, log_level="error", access_log=False)).run(sockets=[listening])
@@ -129,12 +130,12 @@ def _check_installed() -> None:
         )
 
 
-def _url(host: str, head: str, port: int, route: str) -> str:
+def _url(host: str, head: str, port: int, route: str, token: str) -> str:
     """Return the URL to open; for all interfaces, the URL of the head node."""
     shown = host
     with contextlib.suppress(ValueError):  # a host name
         shown = head if ipaddress.ip_address(host).is_unspecified else host
-    return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}{route}"
+    return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}{route}#token={quote(token, safe='')}"
 
 
 @contextlib.contextmanager

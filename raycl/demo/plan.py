@@ -46,7 +46,7 @@ def _config(*, workers: int, epochs: int) -> RunConfig:
             "augment.flip": 0.0,
             "augment.rotation": ANGLES[1],
             "stages.0.epochs": epochs,
-            "stages.0.batch_size": 128,
+            "stages.0.batch_size": max(workers, 128 // workers * workers),
             "stages.0.temperature": 0.15,
             "evaluation.num_test": 500,
         },

@@ -196,8 +196,7 @@ def _read_sample(source: Source, config: RunConfig) -> DataSummary:
     """Decode rows of fragments spread over the source, in tasks that take no CPU."""
     # The tokenizer does not exist yet, and no row is invalid because of it.
     formats: Any = build_formats(config, Vocabulary.stand_in().tokenizer, source.columns)
-    step = max(1, len(source.fragments) // MAX_FRAGMENTS)
-    fragments = source.fragments[::step][:MAX_FRAGMENTS]
+    fragments = spread(source.fragments)
     task: Any = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(sample_rows)  # pyright: ignore
     description = ray.put(replace(source, fragments=()))
     refs: list[Any] = [
@@ -210,6 +209,13 @@ def _read_sample(source: Source, config: RunConfig) -> DataSummary:
         num_flat=sum(part.num_flat for part in parts),
         sample_bytes=sum(part.sample_bytes for part in parts),
     )
+
+
+def spread(fragments: Sequence[Fragment]) -> list[Fragment]:
+    """Return at most ``MAX_FRAGMENTS``, from the first to the last one."""
+    number = len(fragments)
+    places = np.linspace(0, number - 1, min(number, MAX_FRAGMENTS)).astype(int)
+    return [fragments[place] for place in places]
 
 
 def sample_rows(source: Source, fragment: Fragment, formats: Formats, num_rows: int) -> DataSummary:

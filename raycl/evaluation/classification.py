@@ -1,7 +1,8 @@
 """Evaluation by labels: kNN and linear probe on representations, with raw pixels as the baseline."""
 
+import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, final, get_args
 
@@ -126,8 +127,10 @@ def evaluate(
             result["labels_per_class"] = labels_per_class
         result.update({"num_train": len(train_set.label), "num_test": len(test_set.label)})
         if baseline and isinstance(encoder, ImageEncoder):
+            max_rows = dict.fromkeys(sources, MAX_BASELINE_ROWS[measure])
+            max_rows["train"] = max(max_rows["train"], _num_rows_with(labels_per_class or 0, train_set.label))
             result["baseline"] = _pixel_baseline(
-                sources, kept, encoder.spec, score, measure=measure, quiet=quiet
+                sources, kept, encoder.spec, score, measure=measure, max_rows=max_rows, quiet=quiet
             )
     return result
 
@@ -153,7 +156,7 @@ def _warn_of_equal_sets(sources: dict[str, Source]) -> None:
     test = sources["test"].uri
     if sources["train"].uri == test:
         print(
-            f"train and test are both {test}: each row is its own nearest neighbor, so the accuracy means nothing; "
+            f"train and test are both {test}: each test row is a training row, so the accuracy means nothing; "
             "give a test set of other rows",
             file=sys.stderr,
         )
@@ -168,6 +171,12 @@ def _with_train_classes(sources: dict[str, Source], test_set: LabeledSet) -> Lab
     return LabeledSet(values=test_set.values, label=number[test_set.label])
 
 
+def _num_rows_with(labels_per_class: int, label: Tensor) -> int:
+    """Return the size of a random sample of rows that has these labels of each class, but for one in millions."""
+    fewest = int(label.unique(return_counts=True)[1].min())
+    return math.ceil(len(label) * (2 * labels_per_class + 20) / fewest) if labels_per_class else 0
+
+
 def _pixel_baseline(
     sources: dict[str, Source],
     kept: dict[str, list[pa.Table]],
@@ -175,13 +184,14 @@ def _pixel_baseline(
     score: Score,
     *,
     measure: Measure,
+    max_rows: Mapping[str, int],
     quiet: bool,
 ) -> dict[str, Any]:
     """Return the score of raw pixels; ``kept`` has the decoded rows of each set, if they need not be read again."""
-    pixel_format, max_rows = _pixels_of(spec), MAX_BASELINE_ROWS[measure]
+    pixel_format = _pixels_of(spec)
     rows: dict[str, InMemoryDataset] = {}
     for name, source in sources.items():
-        sample = Holdout(seed=0, reference=min(1.0, max_rows / source.num_rows)).is_evaluated
+        sample = Holdout(seed=0, reference=min(1.0, max_rows[name] / source.num_rows)).is_evaluated
         if kept[name]:
             chosen = [table.filter(pa.array(sample(table["sample_id"].to_numpy()))) for table in kept[name]]
             rows[name] = InMemoryDataset(chosen, {"image": pixel_format})
@@ -203,7 +213,7 @@ def _pixel_baseline(
     mean = train.values.mean(0)
     train, test = (LabeledSet(values=each.values - mean, label=each.label) for each in (train, test))
     baseline: dict[str, Any] = {"pixels": score(train, _with_train_classes(sources, test))}
-    if sources["train"].num_rows > max_rows:
+    if sources["train"].num_rows > max_rows["train"]:
         baseline["num_train"] = len(train.label)
     return baseline
 

@@ -197,9 +197,19 @@ def _integer_labels(label: NDArray[np.int64], classes: tuple[str, ...] | None) -
     if not classes:  # integers, or no label at all
         return label
     try:
-        parsed = np.array([int(name) for name in classes], np.int64)
-    except ValueError:
+        parsed = np.array([_grade(name) for name in classes], np.int64)
+    except (ValueError, OverflowError):
         raise DataError(
             f"labels of pairs must be grades such as 0 and 1, came {', '.join(classes[:5])}"
         ) from None
     return np.where(label < 0, label, parsed[label])
+
+
+def _grade(name: str) -> int:
+    """Return the integer of a text such as 2, 1.0 or True; raise ``ValueError`` or ``OverflowError``."""
+    if name.lower() in ("true", "false"):
+        return int(name.lower() == "true")
+    grade = int(float(name))
+    if grade != float(name):
+        raise ValueError
+    return grade

@@ -67,7 +67,8 @@ def _report_at_the_end(output: str) -> None:
     try:
         place = str(write_report(output))
     except (Exception, KeyboardInterrupt) as error:  # the exit status of the run must not change
-        text = str(error) if isinstance(error, RayclError) else repr(error)
+        is_signal = isinstance(error, KeyboardInterrupt)
+        text = "interrupted" if is_signal else str(error) if isinstance(error, RayclError) else repr(error)
         print(f"raycl: no report was written: {' '.join(text.split())[:500]}", file=sys.stderr)
     else:
         print(f"report: {place}", file=sys.stderr)

@@ -27,7 +27,7 @@ class BackgroundTracker:
         self._tracker: Tracker | None = None
         self._lock = threading.Lock()
         self._waiting: list[MetricsRecord] = []
-        self._num_put = self._num_sent = 0
+        self._num_put = self._num_written = self._num_sent = 0
         self._messages: list[str] = []
         self.num_failures = 0
         self._closing, self._finished = threading.Event(), False
@@ -73,7 +73,8 @@ class BackgroundTracker:
                 self.num_failures += 1
                 if self.num_failures == 1:
                     reason = textwrap.shorten(str(error) or type(error).__name__, 300, placeholder="...")
-                    self._report(f"{self._name} failed: {reason}; training continues, and raycl retries")
+                    effect = "" if closing else "; training continues, and raycl retries"
+                    self._report(f"{self._name} failed: {reason}{effect}")
 
     def _send(self, tracker: Tracker) -> None:
         with self._lock:
@@ -85,8 +86,9 @@ class BackgroundTracker:
             with self._lock:
                 self._queue(records + self._waiting)
             raise
-        self._num_sent += len(records)
+        self._num_written += len(records)
         tracker.flush()
+        self._num_sent = self._num_written
 
     def _queue(self, records: list[MetricsRecord]) -> None:
         self._waiting = records[-MAX_WAITING:]

@@ -55,6 +55,7 @@ _OF_A_LINE = {
     "stage": "Stage of the run, from 0 on",
     "workers": "Workers that train",
     "seconds": "Seconds of training, without evaluation and checkpoints",
+    "goodput": "Time of the steps that counted, over all time of the run",
     "loss": "Loss of the last logged step",
     "learning_rate": "Learning rate of the last logged step",
     "samples_per_second": "Samples per second, over all workers",

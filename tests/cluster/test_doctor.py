@@ -245,7 +245,7 @@ def test_a_recipe_that_fits_is_green_and_a_too_large_recipe_gets_a_remedy(
     assert "workers" not in results
     on_gpus = override(config, {"workers": 8, "gpu": True})
     results, _ = collect(check_memory(on_gpus, None, answers))
-    assert "8 workers need a GPU each, but the cluster has 0" in results["workers"].seen
+    assert "--gpu takes one GPU per worker: 8 needed, but the cluster has 0" in results["workers"].seen
     assert not results["workers"].good
     monkeypatch.undo()
     wrong = override(config, {"encoder.name": "tests.cluster.networks:no_such"})
