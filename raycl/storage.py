@@ -10,6 +10,7 @@ import io
 import os
 import posixpath
 import re
+import stat
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -125,12 +126,16 @@ class Place:
         """Return (relative path, size in bytes) of all files below except hidden ones, sorted.
 
         Hidden files are those with a name or folder that begins with ``.`` or ``_``; for the endings ``underscored``,
-        only with ``.``.
+        only with ``.``. Links are followed; one without its file is listed with size 0, and one to a folder above it is not
+        followed.
         """
         filesystem, root = self.resolve()
         with self.wrap_errors("list"):
-            found = filesystem.get_file_info(fs.FileSelector(root, recursive=True))
-        below = [(posixpath.relpath(info.path, root), info.size) for info in found if info.is_file]
+            if self.is_local:
+                below = list(_files_below(root, "", (Path(root).resolve(),)))
+            else:
+                found = filesystem.get_file_info(fs.FileSelector(root, recursive=True))
+                below = [(posixpath.relpath(info.path, root), info.size) for info in found if info.is_file]
         endings = tuple(underscored)
         return sorted((path, size) for path, size in below if not _is_hidden(path, endings))
 
@@ -150,7 +155,10 @@ class Place:
         filesystem, root = self.resolve()
         with self.wrap_errors("list"):
             found = filesystem.get_file_info(fs.FileSelector(root, allow_not_found=True))
-        return {info.base_name: info for info in found}
+        try:
+            return {info.base_name: info for info in found}
+        except UnicodeDecodeError as error:
+            raise _not_utf8(root, error.object) from None
 
     def written_at(self) -> dict[str, float]:
         """Return the names directly below with their modification times: the storage's clock, seconds since 1970."""
@@ -426,6 +434,47 @@ def _is_pickled(kind: pa.DataType) -> bool:
     if pa.types.is_dictionary(kind):
         return _is_pickled(kind.value_type)
     return any(_is_pickled(kind.field(place).type) for place in range(kind.num_fields))
+
+
+def _files_below(root: str, folder: str, real: tuple[Path, ...]) -> Iterator[tuple[str, int]]:
+    """Yield (path below ``root``, size) of the files in a local folder and below, except those that begin with ``.``.
+
+    ``real`` are the folders on the way to this one and itself, as they are named without links.
+    """
+    with os.scandir(f"{root}/{folder}") as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            _check_utf8(f"{root}/{folder}", entry.name)
+            try:
+                found = entry.stat()
+            except OSError as error:
+                if entry.is_symlink():
+                    yield f"{folder}{entry.name}", 0
+                elif not isinstance(error, FileNotFoundError):  # a file that was deleted just now
+                    raise
+                continue
+            if stat.S_ISREG(found.st_mode):
+                yield f"{folder}{entry.name}", found.st_size
+            if stat.S_ISDIR(found.st_mode):
+                target = real[-1] / entry.name
+                if entry.is_symlink():
+                    target = Path(entry.path).resolve()
+                    if any(each.is_relative_to(target) for each in real):
+                        continue
+                yield from _files_below(root, f"{folder}{entry.name}/", (*real, target))
+
+
+def _check_utf8(folder: str, name: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise _not_utf8(folder, os.fsencode(name)) from None
+
+
+def _not_utf8(folder: str, name: bytes) -> StorageError:
+    name = posixpath.basename(name)
+    return StorageError(f"{folder.rstrip('/')} holds a file whose name is not UTF-8 ({name!r}); rename it")
 
 
 def _is_hidden(path: str, underscored: tuple[str, ...]) -> bool:

@@ -187,6 +187,17 @@ def test_only_images_may_have_names_that_begin_with_an_underscore(tmp_path: Path
     assert (rows.where, source.classes, source.ignored) == (names, ("_other", "cat", "dog"), ())
 
 
+def test_a_link_without_its_image_is_an_invalid_row(tmp_path: Path) -> None:
+    for name in ("a/1.png", "b/2.png"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes(encode(colors()))
+    (tmp_path / "b" / "3.png").symlink_to("nothing.png")
+    (rows,) = read(find_source(str(tmp_path)))
+    assert rows.where == ["a/1.png", "b/2.png", "b/3.png"]
+    with pytest.raises(InvalidImageError, match="file not found"):
+        ImageFormat(size=8).decode(rows.values["image"][2])
+
+
 def test_a_flat_folder_has_no_labels(tmp_path: Path) -> None:
     source = write_images(tmp_path, ["a.png", "b.png"])
     assert not source.has_labels

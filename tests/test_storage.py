@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import re
 import resource
 import signal
 from collections.abc import Iterator
@@ -21,6 +23,42 @@ def test_files_are_listed_sorted_and_without_hidden_files(tmp_path: Path) -> Non
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
     assert Place(str(tmp_path)).files() == [("a/1.txt", 1), ("b/2.txt", 1)]
+
+
+@pytest.mark.parametrize(
+    ("link", "target"), [("data/a/up", "data"), ("data/a/all", ""), ("elsewhere/back", "data")]
+)
+def test_links_are_followed_but_not_in_circles(link: str, target: str, tmp_path: Path) -> None:
+    for name in ("data/a/1.txt", "elsewhere/2.txt"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("x")
+    (tmp_path / "data" / "3.txt").symlink_to(tmp_path / "elsewhere" / "2.txt")
+    (tmp_path / "data" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / link).symlink_to(tmp_path / target)
+    files = Place(str(tmp_path / "data")).files()
+    assert files == [("3.txt", 1), ("a/1.txt", 1), ("linked/2.txt", 1)]
+
+
+def test_a_link_without_its_file_is_listed(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "b.txt").symlink_to("nothing")
+    (tmp_path / "c.txt").symlink_to("c.txt")
+    os.mkfifo(tmp_path / "d.txt")
+    assert Place(str(tmp_path)).files() == [("a.txt", 1), ("b.txt", 0), ("c.txt", 0)]
+
+
+@pytest.mark.parametrize("name", [b"caf\xe9.txt", b"caf\xe9/a.txt"])
+def test_a_name_that_is_not_utf8_is_refused_in_one_line(name: bytes, tmp_path: Path) -> None:
+    path = os.path.join(os.fsencode(tmp_path), b"data", name)
+    os.makedirs(os.path.dirname(path))
+    with open(path, "wb"):
+        pass
+    message = re.escape(
+        f"{tmp_path / 'data'} holds a file whose name is not UTF-8 ({name.split(b'/')[0]!r}); rename it"
+    )
+    for list_files in (Place.files, Place.entries):
+        with pytest.raises(StorageError, match=f"^{message}$"):
+            list_files(Place(str(tmp_path / "data")))
 
 
 def test_a_relative_path_is_below_the_working_folder_of_the_moment(
