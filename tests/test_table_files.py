@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -23,7 +24,7 @@ from pyiceberg.types import LongType
 
 import raycl
 from raycl.data.codecs import Formats
-from raycl.data.columns import ColumnNames
+from raycl.data.columns import ColumnNames, UnlabeledColumnNames
 from raycl.data.decode import Decoder
 from raycl.data.fingerprint import fingerprint
 from raycl.data.ids import IdFormat
@@ -540,6 +541,39 @@ def test_a_folder_of_images_may_have_other_tables_beside_them(tmp_path: Path) ->
     write_rows(tmp_path / "labels.csv", [{"file": "a.png", "label": 1}])
     source = find_source(str(tmp_path))
     assert (source.kind, source.num_rows, source.ignored) == ("folder", 1, ((".csv", 1),))
+
+
+@pytest.mark.parametrize("ending", ["parquet", "csv", "jsonl", "arrow", "tar"])
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [
+        ("label", PAIRS),
+        ("query_id", PAIRS),
+        ("document", PAIRS),
+        ("clicked", replace(PAIRS, label="clicked")),
+        ("w", WEIGHTED),
+    ],
+)
+def test_a_column_that_only_the_names_of_folders_hold_is_refused(
+    name: str, columns: ColumnNames, ending: str, tmp_path: Path
+) -> None:
+    row = {each: "a" for each in ("query", "document") if each != name}
+    log = tmp_path / "day=1" / "log"
+    for value in (0, 1):
+        folder = log / "day=2" / f"{name}={value}"
+        folder.mkdir(parents=True)
+        write_rows(folder / f"rows.{ending}", [row])
+    message = f"{log} is partitioned by {name!r}, which its files do not hold; write it into the files"
+    with pytest.raises(DataError, match=f"^{re.escape(message)}$"):
+        find_source(str(log), columns)
+    if name in ("label", "query_id"):
+        unread = UnlabeledColumnNames(image=None, text="query")
+        assert find_source(str(log), unread).num_rows == 2
+        assert find_source(str(log / "day=2" / f"{name}=1"), PAIRS).num_rows == 1
+    for file in log.rglob(f"*.{ending}"):
+        write_rows(file, [{"query": "a", "document": "a", name: 1}])
+    if name != "document":
+        assert find_source(str(log), columns).num_rows == 2
 
 
 def test_empty_parts_of_jsonl_have_no_rows(tmp_path: Path) -> None:

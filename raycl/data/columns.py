@@ -48,6 +48,12 @@ class ColumnNames:
         """All named columns, by the name of the field."""
         return {role: name for role, name in vars(self).items() if name is not None}
 
+    @property
+    def usual(self) -> tuple[str, ...]:
+        """The columns that are read if present, under the names of their roles."""
+        of_pairs = _OPTIONAL_OF_PAIRS if self.query is not None else ()
+        return tuple(role for role in (*self._usual, *of_pairs) if getattr(self, role) is None)
+
     def found_in(self, names: Sequence[str], *, where: str) -> "ColumnNames":
         """Return the columns to read from a dataset with columns ``names``.
 
@@ -63,9 +69,7 @@ class ColumnNames:
                     f"{where} has no column {name!r}; it has {', '.join(given.values())}: "
                     f"name the right one with --set {setting}"
                 )
-        usual = (*self._usual, *(_OPTIONAL_OF_PAIRS if self.query is not None else ()))
-        found = {role: role for role in usual if getattr(self, role) is None and role in names}
-        return replace(self, **found)
+        return replace(self, **{role: role for role in self.usual if role in names})
 
     def check_types(self, types: Mapping[str, pa.DataType], *, where: str) -> None:
         """Raise ``DataError`` unless the type of each column fits its role."""

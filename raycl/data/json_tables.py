@@ -17,7 +17,7 @@ from raycl.data.tables import (
     chosen,
     open_text,
     reading,
-    roles_of,
+    roles_in,
     row_range,
 )
 from raycl.errors import DataError, first_line
@@ -125,7 +125,7 @@ def found_schema(
 ) -> pa.Schema:
     """Return the types to read the columns with, from those that each has in parts of a file."""
     kinds = {name: each[0] for name, each in found.items()}
-    for name, roles in roles_of(columns.found_in(list(found), where=str(place))).items():
+    for name, roles in roles_in(place, list(found), columns).items():
         kind = reduce(partial(common or common_type, f"{name!r} of {place}"), found[name])
         if "sample_id" in roles and pa.types.is_floating(kind):
             # Arrow makes floats of larger integers, and so merges them.

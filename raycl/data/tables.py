@@ -142,7 +142,16 @@ def roles_of(columns: ColumnNames) -> dict[str, list[str]]:
 
 
 def roles_in(place: Place, names: Sequence[str], columns: ColumnNames) -> dict[str, list[str]]:
-    """Return the roles of the columns that are read; raises ``DataError`` if two columns have the name of one."""
+    """Return the roles of the columns that are read.
+
+    Raises ``DataError`` if two columns have the name of one, or a folder such as ``label=0`` has it and no column.
+    """
+    folders = {part.partition("=")[0] for part in place.path.split("/")[:-1] if "=" in part}
+    for name in (*columns.asked.values(), *columns.usual):
+        if name in folders and name not in names:
+            raise DataError(
+                f"{place.root} is partitioned by {name!r}, which its files do not hold; write it into the files"
+            )
     roles = roles_of(columns.found_in(list(names), where=str(place)))
     for name in roles:
         if names.count(name) > 1:
