@@ -53,6 +53,8 @@ def rows(
     """Pack tars, CSV or JSONL files into a parquet file with the same rows and ids; OUTPUT ends in .parquet."""
     packed = pack_rows(data, output, columns=_columns(columns, list(vars(ColumnNames()))))
     print(f"{packed.num_rows:,} rows packed into {output}")
+    if packed.ignored_label:
+        print(f"ignored: column 'label', which holds {packed.ignored_label}")
 
 
 @app.command()

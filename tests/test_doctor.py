@@ -469,6 +469,18 @@ def test_rows_that_a_run_would_refuse_are_red(tmp_path: Path) -> None:
     )
 
 
+def test_a_column_label_of_other_values_is_named(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"image": [b"x"] * 300, "label": [0.5] * 300}), tmp_path / "a.parquet")
+    uri = str(tmp_path / "a.parquet")
+    data, labels, _ = itertools.islice(check_data(uri, None, recipe("simclr", image_size=32)), 3)
+    assert data.seen.startswith("300 rows without labels")
+    assert labels.good
+    assert labels.seen == "ignored: column 'label' holds double, not integers or text"
+    _, needed, _ = itertools.islice(check_data(uri, None, recipe("supcon", image_size=32)), 3)
+    assert not needed.good
+    assert needed.seen.startswith("loss supcon needs labels, but column 'label' holds double; put images in")
+
+
 def test_the_data_set_of_a_mixture_is_checked_alone(tmp_path: Path) -> None:
     pq.write_table(pa.table({"image": [b"x"] * 300}), tmp_path / "a.parquet")
     mixture = override(recipe("simclr", image_size=32), {"data.weights": [2.0, 1.0]})

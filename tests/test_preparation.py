@@ -13,6 +13,7 @@ from raycl.data.sources import find_source
 from raycl.errors import ConfigError, DataError, RayclError
 from raycl.preparation import _image_tables, gather_texts, make_tokenizer
 from raycl.training.data_set import count_tokens
+from tests.table_files import write_rows
 from tests.texts import invented_texts
 
 ROOT = Path(__file__).parent.parent
@@ -159,3 +160,10 @@ def test_a_tokenizer_reads_texts_beside_labels_of_any_type(
     found = make_tokenizer(str(tmp_path / "texts.parquet"), str(output), columns=columns, vocabulary_size=300)
     assert output.exists()
     assert found.num_tokens > 100
+
+
+def test_packing_says_that_it_ignores_a_label(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", [{"text": "a", "label": 0.5}])
+    prepare = runpy.run_path(str(ROOT / "jobs" / "prepare.py"))
+    prepare["rows"](str(data), str(tmp_path / "rows.parquet"), columns="text")
+    assert capsys.readouterr().out.splitlines()[1:] == ["ignored: column 'label', which holds double"]

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from raycl.errors import ConfigError, DataError, RayclError
 from raycl.evaluation.classification import evaluate
 from raycl.gpus import accelerators, are_missing, check_accelerator, check_bfloat16
 from raycl.recipes import recipe
-from raycl.training.launch import train
+from raycl.training.launch import _report_skipped, train
 from raycl.training.preflight import check_negatives, check_pairs, column_names
 from tests.images import encode, write_digits
 
@@ -243,3 +244,16 @@ def test_bfloat16_is_refused_if_no_gpu_supports_it() -> None:
         check_bfloat16(types)
     with pytest.raises(ConfigError, match="precision=bfloat16 needs GPUs that support it, got T4, V100; set"):
         check_bfloat16(["T4", "V100"])
+
+
+def test_a_run_says_which_files_and_labels_it_ignores() -> None:
+    lines = list[str]()
+    source: Any = SimpleNamespace(uri="sentences", ignored=((".md", 2),), ignored_label="double")
+    run: Any = SimpleNamespace(config=recipe("simcse"), sources=(source,))
+    data: Any = SimpleNamespace(can_be_evaluated=False)
+    _report_skipped(data, run, lines.append)
+    assert lines == [
+        "ignored files that are not images: 2 .md",
+        "ignored the column 'label' of sentences: it holds double, not integers or text",
+        "the samples have no labels: no periodic kNN",
+    ]

@@ -23,6 +23,7 @@ from pyiceberg.typedef import Record
 from pyiceberg.types import LongType
 
 import raycl
+from raycl.data.click_logs import is_clicked, labels_as_given
 from raycl.data.codecs import Formats
 from raycl.data.columns import ColumnNames, UnlabeledColumnNames
 from raycl.data.decode import Decoder
@@ -35,7 +36,7 @@ from raycl.data.sources import Source, check_exists, find_source
 from raycl.data.texts import TextFormat, TextsFormat
 from raycl.data.weights import WeightFormat
 from raycl.doctor.data import _describe, _find, sample_rows
-from raycl.errors import DataError, StorageError
+from raycl.errors import DataError, InvalidValueError, StorageError
 from raycl.inference.reading import read_pairs
 from raycl.preparation import gather_texts, pack_rows
 from raycl.recipes import recipe
@@ -492,10 +493,63 @@ def test_a_broken_file_is_refused_in_one_line_before_training(
     monkeypatch.setattr("raycl.data.json_tables.BLOCK_BYTES", block)
     content, message = BROKEN[name]
     (tmp_path / name).write_bytes(content)
-    columns = ColumnNames(image=None, text="text", weight="w" if "weight" in name else None)
+    label = "label" if name == "label.jsonl" else None
+    columns = ColumnNames(image=None, text="text", weight="w" if "weight" in name else None, label=label)
     with pytest.raises(DataError, match=message) as caught:
         find_source(str(tmp_path / name), columns)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl", "arrow", "tar", *TABLES])
+@pytest.mark.parametrize(
+    ("labels", "kind"), [([0.5, 1.0], "double"), ([1.0, None], "double"), ([[1, 2], [3]], "list<")]
+)
+def test_a_column_label_of_other_values_is_ignored_unless_it_is_named(
+    labels: list[Any], kind: str, ending: str, tmp_path: Path
+) -> None:
+    path = write_rows(tmp_path / f"rows.{ending}", [{"text": "a", "label": label} for label in labels])
+    source = find_source(str(path), TEXTS)
+    assert (source.num_rows, source.has_labels, source.columns) == (2, False, TEXTS)
+    assert source.ignored_label.startswith(kind)
+    assert read(source)["label"] == [-1, -1]
+    with pytest.raises(DataError, match="labels must be integers or text, column 'label' of .* holds"):
+        find_source(str(path), replace(TEXTS, label="label"))
+    pairs = write_rows(
+        tmp_path / f"pairs.{ending}", [{"query": "q", "document": "d", "label": [label]} for label in labels]
+    )
+    with pytest.raises(DataError, match="labels must be integers or text, column 'label' of .* holds"):
+        find_source(str(pairs), PAIRS)
+
+
+def test_labels_are_ignored_in_all_files_if_one_has_other_values(tmp_path: Path) -> None:
+    for name, label in (("a", 1), ("b", 0.5)):
+        write_rows(tmp_path / f"{name}.parquet", [{"text": "a", "label": label}])
+    source = find_source(str(tmp_path), TEXTS)
+    assert (source.num_rows, source.columns, source.ignored_label) == (2, TEXTS, "double")
+
+
+@pytest.mark.parametrize("ending", ["parquet", "csv", "jsonl", "arrow", *TABLES])
+@pytest.mark.parametrize("columns", [PAIRS, replace(PAIRS, label="label")])
+def test_labels_of_pairs_may_be_whole_floats(columns: ColumnNames, ending: str, tmp_path: Path) -> None:
+    rows = [{"query": "q", "document": f"d{label}", "label": label} for label in (1.0, 0.0, None)]
+    path = str(write_rows(tmp_path / f"rows.{ending}", rows))
+    source = find_source(path, columns)
+    (found,) = (rows for fragment in source.fragments for rows in source.read(fragment))
+    clicks = labels_as_given(found, source)
+    assert [is_clicked(label) for label in clicks[:2]] == [True, False]
+    assert clicks[2] is None
+    assert read_pairs(path, columns).label.tolist() == [1, 0]
+
+
+def test_labels_of_pairs_may_be_integers_in_one_file_and_floats_in_another(tmp_path: Path) -> None:
+    for name, label in (("a", 1), ("b", 0.0), ("c", 0.5)):
+        write_rows(tmp_path / f"{name}.parquet", [{"query": "q", "document": "d", "label": label}])
+    source = find_source(str(tmp_path), PAIRS)
+    found = [rows for fragment in source.fragments for rows in source.read(fragment)]
+    labels = [label for rows in found for label in labels_as_given(rows, source)]
+    assert [is_clicked(label) for label in labels[:2]] == [True, False]
+    with pytest.raises(InvalidValueError, match="label other than 0 and 1"):
+        is_clicked(labels[2])
 
 
 def test_lists_and_images_in_csv_and_long_lines_are_refused(

@@ -20,6 +20,7 @@ from tests.test_table_files import PAIRS, TEXTS, WEIGHTED, decoded, read
 
 IMAGES = ColumnNames()
 CAPTIONS = ColumnNames(caption="caption")
+LABELED = ColumnNames(image=None, text="text", label="label")
 
 
 def as_json(**keys: Any) -> bytes:
@@ -162,7 +163,7 @@ BROKEN: dict[str, tuple[list[dict[str, bytes]] | bytes, ColumnNames, str]] = {
     "json.tar": ([{"txt": b"a"}, {"txt": b"a", "json": b"{"}], TEXTS, "the JSON of row 1 of .*; correct or remove it"),
     "deep.tar": ([{"txt": b"a", "json": b"[" * 100_000}], TEXTS, "the JSON of row 0 of .*; correct or remove it"),
     "label.tar": ([{"txt": b"a", "cls": b"caf\xe9"}], TEXTS, "column 'label' of .* not UTF-8; give text"),
-    "fraction.tar": ([{"txt": b"a", "json": as_json(label=1.5)}], TEXTS, "labels must be integers or text"),
+    "fraction.tar": ([{"txt": b"a", "json": as_json(label=1.5)}], LABELED, "labels must be integers or text"),
     "surrogate.tar": ([{"txt": b"a", "json": b'{"label": "\\ud800"}'}], TEXTS, "as tar: .*; give text in UTF-8"),
     "id.tar": ([{"txt": b"a", "json": as_json(sample_id=2**64)}], TEXTS, "ids must be integers of 64 bits or text"),
     "types.tar": ([{"json": as_json(text="a")}, {"json": as_json(text=1.5)}], TEXTS,

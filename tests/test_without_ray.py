@@ -101,6 +101,15 @@ def test_splits_are_not_evaluated_as_classes(run: str, tmp_path: Path) -> None:
         evaluate("knn", run=run, train=data, test=data, quiet=True)
 
 
+def test_a_column_label_of_other_values_has_no_classes(run: str, tmp_path: Path) -> None:
+    images = pa.array(digit_files(4)[0], pa.binary())
+    pq.write_table(pa.table({"image": images, "label": [0.5] * 4}), tmp_path / "a.parquet")
+    data = str(tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="has no labels: column 'label' holds double; put images in"):
+        evaluate("knn", run=run, train=data, test=data, quiet=True)
+    assert embed_to_parquet(run, data, tmp_path / "rows", quiet=True).num_rows == 4
+
+
 @pytest.mark.usefixtures("connected")
 def test_the_encoder_of_a_small_set_is_built_once(
     run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -83,9 +83,16 @@ class ColumnNames:
         if self.label is not None:
             self.check_label_type(types[self.label], where=where)
 
+    def can_be_label(self, kind: pa.DataType) -> bool:
+        """Whether a column of this type holds labels: integers, booleans or text.
+
+        Those of pairs may be floats, since pandas makes floats of integers beside a missing one.
+        """
+        return _is_label(kind) or (self.query is not None and pa.types.is_floating(kind))
+
     def check_label_type(self, kind: pa.DataType, *, where: str) -> None:
-        """Raise ``DataError`` unless labels are integers, booleans or text."""
-        if not _is_label(kind):
+        """Raise ``DataError`` unless the type is one of labels."""
+        if not self.can_be_label(kind):
             raise DataError(
                 f"labels must be integers or text, column {self.label!r} of {where} holds "
                 f"{kind}; name another with --set data.columns.label=NAME"

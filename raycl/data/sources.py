@@ -127,7 +127,8 @@ class Source:
     Ids count the rows in the order of sorted file names, or come from the id column, so they are equal in
     every run over the same files. ``kind`` is "folder" or the name of a table format, and ``types`` are those with which
     its columns are read, None if the files know them. ``classes`` are numbered by the labels; ``label_names`` are for
-    display only, of integers.
+    display only, of integers. ``ignored`` counts other files by ending; ``ignored_label`` is the type of a column ``label``
+    that is not read.
     """
 
     uri: str
@@ -137,6 +138,7 @@ class Source:
     classes: tuple[str, ...] | None
     has_labels: bool
     ignored: tuple[tuple[str, int], ...] = ()
+    ignored_label: str = ""
     types: pa.Schema | None = None
     label_names: tuple[str, ...] | None = None
 
@@ -301,15 +303,17 @@ def _versioned_table(place: Place, columns: ColumnNames) -> Source | None:
     if not place.is_folder() and not place.name.endswith(METADATA):
         return None
     # A folder of images may have millions of names, so it is not listed here.
+    # A label that was found in the table was not asked for, so its type may be another.
     if (place / LOG).is_folder():
-        files, columns = delta_files(place, columns)
-        return _table_source(place.uri, files, columns, _PARQUET, kind="delta")
+        files, found = delta_files(place, columns)
+        return _table_source(place.uri, files, replace(found, label=columns.label), _PARQUET, kind="delta")
     if is_lance(place):
         return _table_source(place.uri, lance_fragments(place, columns), columns, _LANCE)
     if metadata := find_metadata(place):
         table = open_iceberg(metadata, columns)
+        asked = replace(table.columns, label=columns.label)
         found = _table_source(
-            table.place.uri, table.files, table.columns, _PARQUET, kind="iceberg", check=table.check
+            table.place.uri, table.files, asked, _PARQUET, kind="iceberg", check=table.check
         )
         return replace(found, uri=place.uri)
     return None
@@ -393,7 +397,11 @@ def _table_source(
         for file, place, table in zip(files, places, tables, strict=True)
         if table.schema.names or sum(table.group_sizes)
     ]
-    chosen = [_check_columns(place, table.schema, columns) for _, place, table in found]
+    ignored_label = _ignored_label([table.schema for _, _, table in found], columns)
+    chosen = [
+        _check_columns(place, table.schema, columns, reads_label=not ignored_label)
+        for _, place, table in found
+    ]
     if any(each != chosen[0] for each in chosen):
         raise DataError(f"the files of {uri} differ in their label or id columns; give them the same columns")
     fragments: list[Fragment] = []
@@ -415,7 +423,8 @@ def _table_source(
     if columns.label is not None:
         kinds = [each.field(columns.label).type for each in ([types] if types else schemas)]
         # A file without any label does not tell whether they are integers.
-        if are_numbers(next((kind for kind in kinds if not pa.types.is_null(kind)), pa.null())):
+        first = next((kind for kind in kinds if not pa.types.is_null(kind)), pa.null())
+        if are_numbers(first) and not any(map(pa.types.is_floating, kinds)):
             names = names_of_integers(found[0][2].schema, columns.label)
         else:
             classes = class_names([reader.column(place, columns.label, types) for place in places])
@@ -426,6 +435,7 @@ def _table_source(
         columns=columns,
         classes=classes,
         has_labels=columns.label is not None,
+        ignored_label=ignored_label,
         types=types,
         label_names=names,
     )
@@ -435,9 +445,23 @@ def _named(table: TableFile, columns: ColumnNames) -> pa.Schema:
     return pa.schema([table.schema.field(name) for name in dict.fromkeys(columns.asked.values())])
 
 
-def _check_columns(place: Place, schema: pa.Schema, columns: ColumnNames) -> ColumnNames:
+def _ignored_label(schemas: Sequence[pa.Schema], columns: ColumnNames) -> str:
+    """Return the type of a column ``label`` that was not asked for and cannot be one; empty without such a column.
+
+    Such labels of pairs are not ignored, since unclicked documents would become positives.
+    """
+    if "label" not in columns.usual or columns.query is not None:
+        return ""
+    kinds = [schema.field("label").type for schema in schemas if schema.names.count("label") == 1]
+    return next((str(kind) for kind in kinds if not columns.can_be_label(kind)), "")
+
+
+def _check_columns(
+    place: Place, schema: pa.Schema, columns: ColumnNames, *, reads_label: bool
+) -> ColumnNames:
     roles_in(place, schema.names, columns)  # refuses a name of two columns
     found = columns.found_in(schema.names, where=str(place))
+    found = found if reads_label else replace(found, label=None)
     found.check_types({name: schema.field(name).type for name in found.asked.values()}, where=str(place))
     return found
 

@@ -102,6 +102,8 @@ def check_data(
     if source.ignored:
         ignored = ", ".join(f"{count} {extension}" for extension, count in source.ignored)
         yield passed("other files", f"ignored: {ignored}")
+    if source.ignored_label:
+        yield passed("labels", f"ignored: column 'label' holds {source.ignored_label}, not integers or text")
     try:
         summary = _read_sample(source, config)
     # Whatever stops a task, the other checks still run.
@@ -121,7 +123,7 @@ def _unmet_needs(source: Source, config: RunConfig) -> Iterator[CheckResult]:
     checks: tuple[tuple[str, Callable[[], None]], ...] = (
         ("labels", lambda: check_no_splits(source)),
         ("batch size", lambda: check_sizes(of_one, {source.uri: source.num_rows})),
-        ("labels", lambda: check_has_labels(config, source.has_labels)),
+        ("labels", lambda: check_has_labels(config, source.has_labels, source.ignored_label)),
     )
     for name, check in checks:
         try:

@@ -138,8 +138,9 @@ def evaluate(
 def _check_labels(sources: dict[str, Source]) -> None:
     for name, source in sources.items():
         if not source.has_labels:
+            held = f": column 'label' holds {source.ignored_label}" if source.ignored_label else ""
             raise DataError(
-                f"the {name} set {source.uri} has no labels; put images in a folder per class, "
+                f"the {name} set {source.uri} has no labels{held}; put images in a folder per class, "
                 "or name the column with --set data.columns.label=NAME"
             )
     train, test = (sources[name].classes for name in ("train", "test"))

@@ -86,7 +86,7 @@ def validate_run(
                 check_pairs(config, source.columns)
                 if not resume:  # older versions trained on them
                     check_no_splits(source)
-            check_has_labels(config, sources[0].has_labels)
+            check_has_labels(config, sources[0].has_labels, sources[0].ignored_label)
             check_sizes(config, {source.uri: source.num_rows for source in sources})
         check_guide(config)
         yield ValidatedRun(config=config, output=place, lease=lease, resumed=resume, sources=tuple(sources))
@@ -210,11 +210,12 @@ def check_guide(config: RunConfig) -> None:
             check_embeddings(uri, role)
 
 
-def check_has_labels(config: RunConfig, has_labels: bool) -> None:
+def check_has_labels(config: RunConfig, has_labels: bool, ignored_label: str = "") -> None:
     """Raise ``ConfigError`` if a loss or a setting needs labels and the samples have none."""
     if config.needs_labels and not has_labels:
+        cause = f"column 'label' holds {ignored_label}" if ignored_label else "the samples have none"
         raise ConfigError(
-            f"{config.needs_labels} needs labels, but the samples have none; put images in a folder per class, or "
+            f"{config.needs_labels} needs labels, but {cause}; put images in a folder per class, or "
             "name the column with --set data.columns.label=NAME"
         )
 
