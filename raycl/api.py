@@ -360,8 +360,11 @@ def plan_examined(
     Raises ``ConfigError``; problems of the data are reported by the checks of the data.
     """
     try:
-        return plan_run(recipe, data=[data] if data else [], flags=flags, settings=settings).config
+        config = plan_run(recipe, data=[data] if data else [], flags=flags, settings=settings).config
     except (DataError, StorageError):
         if data is None:
             raise  # the YAML file cannot be read
-    return plan_run(recipe, data=[], flags=flags, settings=settings).config
+        config = plan_run(recipe, data=[], flags=flags, settings=settings).config
+    from raycl.training.preflight import with_absolute_model
+
+    return with_absolute_model(config)

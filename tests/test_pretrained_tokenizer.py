@@ -8,14 +8,16 @@ import tokenizers
 import torch
 from tokenizers import models, pre_tokenizers, processors
 
+from raycl.api import plan_examined
 from raycl.config import RunConfig
-from raycl.config.overrides import override
+from raycl.config.overrides import config_to_yaml, override
 from raycl.errors import ConfigError
 from raycl.models.build import build_encoder, encoder_specs
 from raycl.recipes import recipe
 from raycl.storage import Place
 from raycl.tokenization import Tokenizer, Vocabulary, padded_rows, train_tokenizer
 from raycl.training.data_module import known_tokenizer
+from raycl.training.preflight import validate_run
 from tests.texts import invented_texts
 
 
@@ -82,6 +84,33 @@ def test_only_a_resumed_run_uses_the_tokenizer_in_its_output(
     resumed = known(plain, tmp_path, resumed=True)
     assert resumed is not None
     assert resumed.fingerprint == other.fingerprint
+
+
+@pytest.mark.parametrize("given", ["model", "./model", "~/model"])
+def test_a_run_saves_the_absolute_path_of_its_model(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    output, absolute = tmp_path / "run", f"transformers:{tmp_path / 'model'}"
+    sentences = override(recipe("simcse"), {"encoder.name": f"transformers:{given}"})
+    with validate_run(sentences, output=str(output), resume=False) as run:
+        assert run.config == override(sentences, {"encoder.name": absolute})
+    assert plan_examined(sentences, {}, None, ()) == run.config
+    captions = override(recipe("clip"), {"text_encoder.name": f"transformers:{given}"})
+    with validate_run(captions, output=str(output), resume=False) as run:
+        assert run.config == override(captions, {"text_encoder.name": absolute})
+    images = override(recipe("simclr"), {"encoder.name": "transformers:build"})  # a function of this module
+    with validate_run(images, output=str(output), resume=False) as run:
+        assert run.config == images
+    output.mkdir(exist_ok=True)
+    for saved in (
+        sentences,
+        override(sentences, {"encoder.name": absolute}),
+    ):  # by an older version, and by this one
+        (output / "config.yaml").write_text(config_to_yaml(saved))
+        with validate_run(sentences, output=str(output), resume=True) as run:
+            assert run.config.encoder.name == absolute
 
 
 @pytest.mark.parametrize("kind", ["Bert", "Roberta"])  # pad with 0 and with 1

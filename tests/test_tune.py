@@ -302,7 +302,7 @@ def test_a_failed_recipe_ends_the_search_with_its_error(
         trial = SimpleNamespace(trial_id="x_00000", config={})
         recorder.on_trial_result(1, [], trial, {"score": 0.0, "error": "the loss is NaN"})
 
-    run = nullcontext(SimpleNamespace(output=place, sources=()))
+    run = nullcontext(SimpleNamespace(output=place, sources=(), config=SIMCLR))
     monkeypatch.setattr(search, "validate_run", lambda *_, **__: run)
     monkeypatch.setattr(search, "connect_cluster", lambda *_, **__: None)
     monkeypatch.setattr(search.Runner, "run", lambda *_: Measured(0.5, 1.0, 1_000.0))

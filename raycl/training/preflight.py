@@ -22,7 +22,7 @@ from raycl.data.sources import Source, check_no_splits, find_source
 from raycl.errors import ConfigError, DataError
 from raycl.gpus import are_missing, check_gpus
 from raycl.lease import Lease, writing
-from raycl.models.registry import SPEC, TOKENIZER, check_encoder_name
+from raycl.models.registry import HUGGING_FACE, SPEC, TOKENIZER, check_encoder_name
 from raycl.provenance import save_command_line
 from raycl.records import CONFIG, DATA, write_result
 from raycl.storage import Place, absolute
@@ -70,6 +70,7 @@ def validate_run(
     the encoder of the configuration. Raises ``ConfigError``, ``DataError`` or ``StorageError``.
     """
     _check_encoder_names(config, own_encoder=own_encoder)
+    config = with_absolute_model(config)
     if config.gpu and not config.autoscaling and are_missing(address):
         check_gpus(max(config.worker_range(stage)[0] for stage in config.stages), 0)
     check_trackers(config)
@@ -90,6 +91,16 @@ def validate_run(
             check_sizes(config, {source.uri: source.num_rows for source in sources})
         check_guide(config)
         yield ValidatedRun(config=config, output=place, lease=lease, resumed=resume, sources=tuple(sources))
+
+
+def with_absolute_model(config: RunConfig) -> RunConfig:
+    """Return the configuration with the absolute path of its pretrained model, so that the saved run loads in any folder."""
+    section = "text_encoder" if config.data.kind == "image_text" else "encoder"
+    encoder = getattr(config, section)
+    if not (config.has_texts and encoder.name.startswith(HUGGING_FACE)):
+        return config
+    name = HUGGING_FACE + absolute(encoder.name.removeprefix(HUGGING_FACE))
+    return config.model_copy(update={section: encoder.model_copy(update={"name": name})})
 
 
 def _check_encoder_names(config: RunConfig, *, own_encoder: bool) -> None:
@@ -289,6 +300,7 @@ def check_output(config: RunConfig, output: Place, *, resume: bool) -> None:
 
 def _check_unchanged(saved: RunConfig, config: RunConfig) -> None:
     """Refuse to resume with settings that would change the views or weights of the rest of the run."""
+    saved = with_absolute_model(saved)  # older versions saved the path as it was given
     last = len(saved.stages) - 1
     if len(config.stages) <= last:
         raise ConfigError(

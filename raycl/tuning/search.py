@@ -161,6 +161,7 @@ def search(
     ) as run:
         if (run.output / TUNED).exists():
             raise ConfigError(f"{run.output} holds an earlier search; give another --output")
+        config = run.config
         connect_cluster(address, debug=debug)
         trials = (run.output / "trials").uri
         runner = Runner(config=config, sources=run.sources, output=trials)
