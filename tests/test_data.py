@@ -78,6 +78,35 @@ def test_images_of_the_decode_size_keep_their_pixels_and_transparency_becomes_wh
     assert (ImageFormat(size=8).decode(encode(transparent))[0] == 255).all()
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize(
+    ("pixels", "hidden"),
+    [
+        (np.full((8, 8, 3), 40, np.uint8), (40, 40, 40)),
+        (np.full((8, 8), 40, np.uint8), 40),
+        (np.full((8, 8), 40 << 8, np.uint16), 40 << 8),
+    ],
+)
+def test_a_color_that_a_file_makes_transparent_becomes_white(
+    pixels: np.ndarray, hidden: Any, channels: int
+) -> None:
+    pixels = pixels.copy()
+    pixels[0] = pixels[0] // 4
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, "PNG", transparency=hidden)
+    found, _ = ImageFormat(size=8, channels=channels).decode(stream.getvalue())
+    assert (found[0] == 10).all()
+    assert (found[1:] == 255).all()
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_a_truncated_file_that_pillow_opened_is_invalid(kind: str) -> None:
+    content = encode(NOISE, kind)
+    opened = Image.open(io.BytesIO(content[: len(content) // 2]))
+    with pytest.raises(InvalidImageError, match="truncated|undecodable"):
+        ImageFormat(size=8).decode(opened)
+
+
 @pytest.mark.parametrize(
     ("content", "cause"),
     [

@@ -122,6 +122,7 @@ class ImageFormat:
         if isinstance(content, np.ndarray):
             return self._with_aspect(_from_array(content))
         if isinstance(content, Image.Image):
+            content.load()  # Pillow reads the pixels of an opened file only when they are used
             return self._with_aspect(content)
         with Image.open(io.BytesIO(content)) as image:
             if image.format in _PROGRAMS:
@@ -224,13 +225,15 @@ def _resized(image: Image.Image, size: int) -> NDArray[np.uint8]:
 
 def _converted(image: Image.Image, mode: str) -> Image.Image:
     """Convert to gray or RGB; transparent pixels become white, 16 bits become 8."""
-    if image.mode == mode:
+    if image.mode == mode and "transparency" not in image.info:
         return image
     if image.mode == "F":
         _check_finite(np.asarray(image))
     # Pillow scales a PGM file of more than 8 bits to 16 bits; how far other files of this mode go is unknown.
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        pixels = np.asarray(image)
+        is_transparent = pixels == image.info.get("transparency", -1)
+        image = Image.fromarray(np.where(is_transparent, 255, pixels >> 8).astype(np.uint8))
     if image.mode in {"RGBA", "LA", "PA", "La", "RGBa"} or "transparency" in image.info:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
