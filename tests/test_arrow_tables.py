@@ -82,6 +82,25 @@ def test_files_of_an_earlier_data_set_in_the_folder_are_not_read(tmp_path: Path)
         find_source(str(folder), ColumnNames(image=None, text="text"))
 
 
+@pytest.mark.parametrize("content", ["{}", "[1]", "no JSON", "\xff"])
+def test_files_with_the_names_of_those_of_datasets_may_lie_beside_others(
+    content: str, tmp_path: Path
+) -> None:
+    write_rows(tmp_path / "a.parquet", [{"text": "a"}])
+    for name in ("state.json", "dataset_dict.json"):
+        (tmp_path / name).write_text(content, "latin-1")
+    source = find_source(str(tmp_path), TEXTS)
+    assert (source.kind, source.num_rows, source.ignored) == ("parquet", 1, ((".json", 2),))
+
+
+def test_splits_without_their_states_are_refused(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        write_arrow(tmp_path / split / "data.arrow", pa.table({"text": ["a"]}))
+    (tmp_path / "dataset_dict.json").write_text("{}")
+    with pytest.raises(DataError, match="2 splits; give --data .*/test or --data .*/train$"):
+        find_source(str(tmp_path), TEXTS)
+
+
 def test_a_data_set_in_splits_is_refused_with_the_folders_to_give(tmp_path: Path) -> None:
     for split in ("train", "test"):
         write_saved(tmp_path / "all" / split, pa.table({"text": ["a"]}))

@@ -91,6 +91,14 @@ def test_values_of_json_keep_their_types(tmp_path: Path) -> None:
     assert (found["query_id"], found["weight"]) == ([b"x", None], [1.0, 0.5])
 
 
+def test_keys_of_json_that_a_run_does_not_read_may_hold_any_values(tmp_path: Path) -> None:
+    keys = as_json(text=[["word", 0.93]], query_id={"a": 1}, weight=["x", 1], negatives=[[1, "a"]])
+    path = str(write_tar(tmp_path / "a.tar", [{"png": b"1", "json": keys}]))
+    assert read(find_source(path, IMAGES))["image"] == [b"1"]
+    with pytest.raises(DataError, match="holds double and string|holds string and double"):
+        find_source(path, TEXTS)
+
+
 def test_texts_that_are_not_utf8_are_invalid_rows(tmp_path: Path) -> None:
     samples = [{"txt": b"fine"}, {"txt": b"caf\xe9"}, {"json": b'{"text": "\\ud800"}'}]
     source = find_source(str(write_tar(tmp_path / "a.tar", samples)), TEXTS)

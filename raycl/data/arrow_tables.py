@@ -68,36 +68,35 @@ def unread_files(uri: str, files: Sequence[str]) -> set[str]:
     It keeps there what it computed from them, and the files of a data set that was saved there before. Raises ``DataError``
     for a folder of several splits (a ``DatasetDict``), or without one of its files.
     """
-    for path in files:
-        if posixpath.basename(path) == "dataset_dict.json":
-            folder = posixpath.dirname(path)
-            splits = sorted(
-                posixpath.dirname(each)
-                for each in files
-                if posixpath.basename(each) == "state.json"
-                and posixpath.dirname(posixpath.dirname(each)) == folder
-            )
-            given = " or ".join(f"--data {uri.rstrip('/')}/{split}" for split in splits)
-            raise DataError(f"{uri} holds a data set in {len(splits)} splits; give {given or 'one of them'}")
-    unread: set[str] = set()
+    arrow_files = {path for path in files if path.endswith(".arrow")}
+    with_arrow_files = {posixpath.dirname(path) for path in arrow_files}
+    listed: dict[str, set[str]] = {}  # by the folder of a saved data set
     for path in files:
         folder, name = posixpath.split(path)
         if name == "state.json":
-            listed = {posixpath.join(folder, each) for each in _data_files(Place(uri) / path)}
-            if missing := listed.difference(files):
-                raise DataError(
-                    f"{uri} lacks {min(missing)}, which its state.json lists; save the data set again"
-                )
-            own = {each for each in files if posixpath.dirname(each) == folder and each.endswith(".arrow")}
-            unread |= own - listed
-    return unread
+            names = _data_files(Place(uri) / path, is_saved=folder in with_arrow_files)
+            if names is not None:
+                listed[folder] = {posixpath.join(folder, each) for each in names}
+    for path in files:
+        folder, name = posixpath.split(path)
+        if name == "dataset_dict.json":
+            saved = {*listed, *with_arrow_files} - {""}
+            splits = sorted(each for each in saved if posixpath.dirname(each) == folder)
+            given = " or ".join(f"--data {uri.rstrip('/')}/{split}" for split in splits)
+            if splits:
+                raise DataError(f"{uri} holds a data set in {len(splits)} splits; give {given}")
+    if missing := set[str]().union(*listed.values()).difference(files):
+        raise DataError(f"{uri} lacks {min(missing)}, which its state.json lists; save the data set again")
+    return {path for path in arrow_files if path not in listed.get(posixpath.dirname(path), arrow_files)}
 
 
-def _data_files(state: Place) -> list[str]:
-    """Return the names in a ``state.json``."""
+def _data_files(state: Place, *, is_saved: bool) -> list[str] | None:
+    """Return the names in the ``state.json`` of a saved data set; None if it is another file and not ``is_saved``."""
     try:
-        return [each["filename"] for each in json.loads(state.read_text())["_data_files"]]
+        return [each["filename"] for each in json.loads(state.read_bytes())["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
+        if not is_saved:
+            return None
         raise DataError(
             f"cannot read {state} as the state of a saved data set: {error!r}; save it again"
         ) from error

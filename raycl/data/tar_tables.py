@@ -8,6 +8,7 @@ import sys
 import tarfile
 import zlib
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import cache, partial, reduce
 from itertools import islice
 from tarfile import HeaderError, ReadError
@@ -60,7 +61,7 @@ class TarTables:
 
     def inspect(self, place: Place, columns: ColumnNames) -> TableFile:
         """Count the samples; reads JSON, ids and labels only, and skips the other files of a plain tar."""
-        wanted = roles_of(ColumnNames(**{role: name or role for role, name in vars(columns).items()}))
+        wanted = roles_of(replace(columns, **{role: role for role in columns.usual}))
         as_text = {name for name, roles in wanted.items() if IDS_AND_LABELS & set(roles)}
         num_rows, found = 0, dict[str, list[pa.DataType]]()
         for sample in _samples(place, wanted, as_text, _ALL):
