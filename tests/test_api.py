@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
@@ -193,6 +194,8 @@ def test_images_of_any_type_get_the_same_embeddings_as_from_embed(run: str, tmp_
     expected = embedded(run, files)
     for images, batch_size in ((mixed, 256), (files, 2), (pixels, 256)):
         torch.testing.assert_close(encoder.encode(images, batch_size=batch_size), expected, rtol=0, atol=1e-5)
+    series: Any = pd.Series([str(tmp_path / f"{number}.img") for number in range(len(files))])
+    torch.testing.assert_close(encoder.encode(series, batch_size=2), expected, rtol=0, atol=1e-5)
     assert encoder.encode([]).shape == (0, encoder.spec.representation_dim)
 
 

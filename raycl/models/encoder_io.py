@@ -85,7 +85,7 @@ class ImageEncoder(nn.Module):
     def _decode(self, images: Sequence[Any], first: int) -> NDArray[np.uint8]:
         """Decode images of any supported type; ``first`` is the position of the first one in the list."""
         image_format = self.spec.image_format()
-        if not images:
+        if len(images) == 0:  # a pandas Series has no truth value
             size = image_format.size
             return np.empty((0, size, size, image_format.channels), np.uint8)
         return np.stack([_decode(image, image_format, first + place) for place, image in enumerate(images)])
