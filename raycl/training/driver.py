@@ -139,8 +139,6 @@ def _is_reported(failure: Failure, output: Place) -> bool:
 def _train_group(job: Job, report: Printer) -> Outcome:
     """Run ``run_worker`` on one group of workers."""
     job.check_lease()
-    if job.encoder_pool is not None:
-        job.encoder_pool.release()
     if repair := repair_manifest(job.output):
         report(repair)
     config, is_streamed = job.config, job.stream is not None
@@ -150,6 +148,7 @@ def _train_group(job: Job, report: Printer) -> Outcome:
     trainer = RayTrainer(
         run_worker,
         began=job.began,
+        pools=job.pools,
         # By reference: the controller would import all modules of the workers.
         train_loop_config={"job": ray.put(job)},
         scaling_config=ScalingConfig(
