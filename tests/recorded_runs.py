@@ -1,7 +1,7 @@
 """Runs that are trained in test processes, without Ray, with the output of a real run."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -52,17 +52,24 @@ def small_config(method: str, settings: Mapping[str, Any]) -> RunConfig:
     return override_active(raycl.recipe(method, image_size=16), SMALL, settings)
 
 
-def record_run(config: RunConfig, data: Path, output: Path, *, checkpoints: tuple[int, ...] = ()) -> Path:
+def record_run(
+    config: RunConfig, data: Path | Sequence[Path], output: Path, *, checkpoints: tuple[int, ...] = ()
+) -> Path:
     """Train with the workers of the configuration, and write what a run writes; return the output.
 
     Checkpoints are saved after the steps ``checkpoints``. The file ``ids.json`` lists the sample ids of each step.
     """
-    place, source = Place(str(output)), find_source(str(data), column_names(config))
+    place, paths = Place(str(output)), [data] if isinstance(data, Path) else data
+    sources = [find_source(str(path), column_names(config)) for path in paths]
     vocabulary = None
     if config.has_texts:
-        vocabulary = count_tokens(config.text, None, source.columns, [source])
-    is_streamed = config.data.cache == "stream"
-    described = describe_data([source.uri], [source.num_rows], source.classes, streamed=is_streamed)
+        vocabulary = count_tokens(config.text, None, sources[0].columns, sources)
+    described = describe_data(
+        [source.uri for source in sources],
+        [source.num_rows for source in sources],
+        sources[0].classes,
+        streamed=config.data.cache == "stream",
+    )
     save_run_files(place, config, described, vocabulary)
     by_worker = run_workers(train, config.workers, str(output), checkpoints)
     ids = [list(chain(*of_step)) for of_step in zip(*(each for _, each in by_worker), strict=True)]
@@ -95,7 +102,7 @@ def train(
         links.step(views, before, loss)
         line = {"step": before.step + 1, "epoch": before.epoch, "stage": before.stage, "workers": num_workers}
         line |= {"loss": loss, "learning_rate": runner.plan.learning_rate(before.stage_step)}
-        log.write(line)
+        log.write(line | ({"data_set": views.data_set} if before.data_set_steps else {}))
         ids.append(views.ids.tolist())
         if runner.position.step in checkpoints:
             links.sum_draws()

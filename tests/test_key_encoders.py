@@ -12,7 +12,7 @@ import torch
 from raycl.config.overrides import override
 from raycl.errors import ConfigError
 from raycl.recipes import recipe
-from raycl.training.driver import check_cluster, cpus_of_a_worker, encoders_that_fit
+from raycl.training.driver import check_cluster, cpus_of_a_worker, encoders_that_fit, workers_that_fit
 from raycl.training.encoder_pool import Encoded
 from raycl.training.key_encoders import MIXED_BATCHES, KeyClient, KeyEncoder, StageSettings, rows_of
 from raycl.training.pools import prepare_encoder
@@ -335,6 +335,26 @@ def test_the_pool_leaves_the_cpus_of_workers_and_data_tasks(
     taken = 2 * cpus_of_a_worker(config, 2, streamed=streamed)
     least = config.momentum_encoder.cpus_per_actor
     assert config.autoscaling or taken + least + streamed <= cpus
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "expected"),
+    [
+        (8, {"momentum_encoder.gpus_per_actor": 1}, (2, 7)),
+        (8, {"momentum_encoder.gpus_per_actor": 1, "momentum_encoder.actors": 3}, (2, 5)),
+        (8, {"momentum_encoder.gpus_per_actor": 0.4}, (2, 7)),  # a worker takes a whole GPU
+        (3, {"momentum_encoder.gpus_per_actor": 2}, (2, 2)),
+        (8, {"momentum_encoder.gpus_per_actor": 1, "autoscaling": True}, (2, 8)),
+        (4, {}, (2, 8)),  # Ray Train takes as many as there are
+    ],
+)
+def test_elastic_workers_leave_the_gpus_of_the_pool(
+    gpus: int, settings: dict[str, Any], expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 64.0, "GPU": float(gpus)})
+    pool = {"gpu": True, "workers": 8, "momentum_encoder.location": "actors"}
+    config = override(recipe("moco_v2"), pool | settings)
+    assert workers_that_fit(config, (2, 8), streamed=False) == expected
 
 
 @pytest.mark.parametrize(

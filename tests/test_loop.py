@@ -13,6 +13,7 @@ import torch
 
 from raycl.config import RunConfig
 from raycl.config.overrides import override
+from raycl.errors import NonFiniteLossError
 from raycl.recipes import recipe
 from raycl.storage import Place
 from raycl.training import checkpoint, loop
@@ -32,6 +33,8 @@ class Pretended:
     steps: list[int] = field(default_factory=list)
     epochs_read: list[tuple[int, int]] = field(default_factory=list)  # each with its first step
     is_evaluated: bool = False
+    evaluated: list[int] = field(default_factory=list)  # the steps of the evaluations
+    diverges_at: int | None = None  # the weights are not finite from this step on
     has_slots: bool = False  # of a memory bank, which begin as embeddings
     saved: list[str] = field(default_factory=list)
     scores: dict[str, float | None] = field(default_factory=dict)
@@ -51,6 +54,9 @@ class PretendedRunner:
         self.plans = stage_plans(self.config, num_train=[4 * self.config.stages[0].batch_size])
         self.num_steps = sum(plan.num_steps for plan in self.plans)
         self.state, self.epochs, self.store = MagicMock(), MagicMock(), MagicMock()
+        self.state.is_finite = lambda: (
+            self.run.diverges_at is None or self.position.step < self.run.diverges_at
+        )
         self.store.save = lambda step: self.run.bank_snapshots.append(step)
         self.state.state_dict.return_value = self.store.state_dict.return_value = {}
 
@@ -125,17 +131,24 @@ def begin(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Begin:
         rarely = {"log_every_steps": 1, "checkpoints.interval_s": 1e9, "stages.0.epochs": 2}
         run = Pretended(override(recipe("simclr"), rarely | (settings or {})), **facts)
         evaluator = MagicMock()
-        evaluator.measure.return_value, evaluator.baseline.return_value = {"knn_top1": 0.5}, {}
+        evaluator.baseline.return_value = {}
         job = MagicMock(config=run.config, output=Place(str(tmp_path)), bank=None, workers=(1, 1))
         job.is_evaluated = run.is_evaluated
         job.workers_at.return_value = (1, 1)
         position = Position() if restored is None else restored.position
+        runner = PretendedRunner(run, position)
+
+        def measure(*_: Any) -> dict[str, float]:
+            run.evaluated.append(runner.position.step)
+            return {"knn_top1": 0.5}
+
+        evaluator.measure = measure
         monitor, logger, chain = PretendedMonitor(run), MagicMock(), MagicMock()
         logger.clock.seconds.return_value = 1.0
         logger.clock.lap.return_value = (1.0, {})
         chain.state_dict.return_value = {}
         for name, made in {
-            "StepRunner": PretendedRunner(run, position),
+            "StepRunner": runner,
             "CollapseMonitor": monitor,
             "MetricsLogger": logger,
             "RunChain": chain,
@@ -216,6 +229,17 @@ def test_a_finished_run_that_is_started_again_keeps_its_evaluated_checkpoint(
     trainer, run = begin(restored=restored, is_evaluated=True)
     trainer.run()
     assert run.saved == saved
+
+
+@pytest.mark.parametrize("last", [4, 8])  # of an epoch, of the run
+def test_weights_that_are_not_finite_are_reported_before_they_are_evaluated(begin: Begin, last: int) -> None:
+    trainer, run = begin({"evaluation.every_epochs": 1}, is_evaluated=True, diverges_at=last)
+    with pytest.raises(
+        NonFiniteLossError,
+        match=f"the weights are not finite after step {last}; .*lower stages.0.learning_rate",
+    ):
+        trainer.run()
+    assert run.evaluated == list(range(0, last, 4))
 
 
 def test_a_worker_holds_no_checkpoint_while_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,14 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
+import raycl
 from raycl.records import CHECKPOINT_LIST, CHECKPOINTS, STATE
 from raycl.storage import Place
 from raycl.training import driver
 from raycl.training.controller import Finished
 from raycl.training.driver import train_in_groups
+from raycl.training.encoder_pool import EncoderPool
+from raycl.training.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,3 +129,33 @@ def test_a_list_that_could_not_be_read_once_makes_no_old_checkpoint_new(
 
     with pytest.raises(RuntimeError, match="the node was lost"):
         train(lambda: save(tmp_path, "step-00000010"), truncate, lambda: place.write_text(kept[0]))
+
+
+def test_a_group_of_workers_gets_the_pools_to_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only Ray Train's controller knows when a group starts: it also replaces groups within one call of ``fit``."""
+    config = raycl.override(raycl.recipe("moco_v2"), {"workers": 2})
+    trainer, arguments = MagicMock(), dict[str, Any]()
+
+    def start(*_: Any, **named: Any) -> Any:
+        arguments.update(named)
+        return trainer
+
+    monkeypatch.setattr(driver, "RayTrainer", start)
+    monkeypatch.setattr(driver, "ray", MagicMock())
+    monkeypatch.setattr(driver, "importing", lambda _: {})
+    monkeypatch.setattr(driver, "cpus_of_a_worker", lambda *_, **__: 1.0)
+    known: Any = dict.fromkeys(("blocks", "stream", "holdout", "coordinator", "columns"))
+    job = Job(
+        **known,
+        config=config,
+        output=Place(str(tmp_path)),
+        num_train=(1,),
+        is_evaluated=False,
+        workers=(2, 2),
+        encoder_pool=EncoderPool(actor="the pool of keys", build=MagicMock()),
+        miner="the miner",
+    )
+    driver._train_group(job, print)
+    assert arguments["pools"] == ["the pool of keys", "the miner"]

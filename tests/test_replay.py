@@ -264,6 +264,37 @@ def test_a_sample_is_found_in_the_steps_that_drew_it(run: Path) -> None:
         assert expected
 
 
+@pytest.fixture(scope="module")
+def mixed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two epochs of two data sets whose ids are the same numbers; the last three rows of each are invalid."""
+    folder = tmp_path_factory.mktemp("mixed")
+    data = [
+        write_digits(folder / f"{name}.parquet", size, broken=3)
+        for name, size in (("large", 200), ("small", 100))
+    ]
+    return record_run(small_config("simclr", {"stages.0.steps": 16}), data, folder / "run")
+
+
+def test_a_step_of_several_data_sets_names_the_rows_of_its_own(mixed_run: Path) -> None:
+    step_of = {each["data_set"]: each["step"] for each in raycl.find_steps(mixed_run, "sample=5").steps}
+    assert step_of.keys() == {0, 1}
+    for data_set, name in enumerate(("large", "small")):
+        for query in raycl.replay(mixed_run, step=step_of[data_set]).queries:
+            assert query.sample.name == f"{name}.parquet row {query.sample.sample_id}"
+
+
+def test_a_sample_of_several_data_sets_is_found_with_its_data_set(mixed_run: Path) -> None:
+    lines = [json.loads(line) for line in (mixed_run / "metrics.jsonl").read_text().splitlines()]
+    found = raycl.find_steps(mixed_run, "sample=5").steps
+    expected = [(step, ids.index(5)) for step, ids in enumerate(ids_by_step(mixed_run), 1) if 5 in ids]
+    assert [(each["step"], each["row"]) for each in found] == expected
+    assert [each["data_set"] for each in found] == [lines[each["step"] - 1]["data_set"] for each in found]
+    with pytest.raises(DataError, match=r"no sample 200; its 300 samples have ids such as 0"):
+        raycl.find_steps(mixed_run, "sample=200")
+    with pytest.raises(DataError, match=r"the sample 198 \(large\.parquet row 198\) is "):
+        raycl.find_steps(mixed_run, "sample=198")
+
+
 def test_the_order_of_samples_is_a_permutation_seeded_by_seed_and_epoch(run: Path) -> None:
     drawn = {sample for ids in ids_by_step(run) for sample in ids}
     by_step = ids_by_step(run)

@@ -12,8 +12,11 @@ from raycl.distributed import average_, num_workers, shares_memory
 from raycl.distributed.shared_memory import MAX_BYTES
 
 
-def average_gradients(tower: nn.Module, device: torch.device) -> nn.Module:
-    """Wrap a tower in DDP: after backward every worker has the mean gradient of all workers."""
+def average_gradients(tower: nn.Module, device: torch.device, *, leaves_unused: bool = False) -> nn.Module:
+    """Wrap a tower in DDP: after backward every worker has the mean gradient of all workers.
+
+    If the tower ``leaves_unused`` parameters, DDP looks for them in each step; it would wait for their gradients.
+    """
     if num_workers() == 1:
         return tower
     # Synchronized statistics are equal on all workers. torch 2.15 renamed the argument.
@@ -23,6 +26,7 @@ def average_gradients(tower: nn.Module, device: torch.device) -> nn.Module:
         tower,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
+        find_unused_parameters=leaves_unused,
         **{switch: False},  # pyright: ignore[reportArgumentType]
     )
     if shares_memory():

@@ -3,16 +3,17 @@
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from raycl.batchnorm import replace_batchnorm, split_batchnorm, synchronize
 from raycl.config import RunConfig
 from raycl.errors import ConfigError, StorageError
-from raycl.models.image import representation_dim
+from raycl.models.custom import has_unused_parameters
+from raycl.models.image import image_example, representation_dim
 from raycl.models.registry import OWN, TOKENIZER, VITS
 from raycl.models.specs import EncoderSpec, HeadSpec, ImageEncoderSpec, TextEncoderSpec
-from raycl.models.text import BagOfSubwords, text_representation_dim
+from raycl.models.text import BagOfSubwords, text_example, text_representation_dim
 from raycl.models.towers import Tower, Towers, TwoTowers, build_projection_head
 from raycl.storage import Place
 from raycl.tokenization import Tokenizer, Vocabulary
@@ -139,6 +140,21 @@ def build_towers(
             "head of this run has any; set it to local"
         )
     return _with_batchnorm(towers, config)
+
+
+def leaves_parameters_unused(config: RunConfig, towers: Towers, vocabulary: Vocabulary | None = None) -> bool:
+    """Whether an encoder has a trainable parameter without a part in its output, such as a classifier's."""
+    specs = encoder_specs(config, None if vocabulary is None else vocabulary.tokenizer)
+    return any(
+        has_unused_parameters(tower.encoder, _example(spec))
+        for tower, spec in zip(towers.towers, specs, strict=True)
+    )
+
+
+def _example(spec: EncoderSpec) -> Tensor:
+    if isinstance(spec, ImageEncoderSpec):
+        return image_example(image_size=spec.image_size, channels=spec.channels)
+    return text_example()
 
 
 def build_prediction_head(config: RunConfig) -> Tower | None:

@@ -50,6 +50,24 @@ def output_dim(encoder: nn.Module, example: Tensor, *, inputs: str) -> int:
     return output.shape[1]
 
 
+def has_unused_parameters(encoder: nn.Module, example: Tensor) -> bool:
+    """Whether a trainable parameter has no part in the output for an example [1, ...]."""
+    was_training = encoder.training
+    device = next((p.device for p in encoder.parameters()), torch.device("cpu"))
+    output = encoder.eval()(example.to(device))
+    encoder.train(was_training)
+    # No backward pass: those of cuDNN's recurrent layers need training mode.
+    found: set[Any] = set()
+    ahead = [output.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            ahead += [each for each, _ in node.next_functions]
+    used = {getattr(node, "variable", None) for node in found}
+    return any(each.requires_grad and each not in used for each in encoder.parameters())
+
+
 def _import_function(name: str) -> Callable[..., Any]:
     module, _, function = name.partition(":")
     try:

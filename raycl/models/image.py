@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, cast, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from raycl.errors import ConfigError
 from raycl.models.custom import build_network, output_dim
@@ -55,7 +55,12 @@ def representation_dim(
     An error names ``setting``, the origin of the size.
     """
     inputs = f"images [batch, {channels}, {image_size}, {image_size}] (data.channels, {setting})"
-    return output_dim(encoder, torch.zeros(1, channels, image_size, image_size), inputs=inputs)
+    return output_dim(encoder, image_example(image_size=image_size, channels=channels), inputs=inputs)
+
+
+def image_example(*, image_size: int, channels: int) -> Tensor:
+    """Return an image [1, channels, image_size, image_size] that shows the shape of an encoder's output."""
+    return torch.zeros(1, channels, image_size, image_size)
 
 
 @final

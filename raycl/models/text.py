@@ -55,8 +55,12 @@ def build_text_encoder(
 
 def text_representation_dim(encoder: nn.Module) -> int:
     """Return the width of the output; raises ``ConfigError`` unless it is [batch, dim]."""
-    example = torch.ones(1, 1, dtype=torch.int64)
-    return output_dim(encoder, example, inputs="tokens int64 [batch, length]")
+    return output_dim(encoder, text_example(), inputs="tokens int64 [batch, length]")
+
+
+def text_example() -> Tensor:
+    """Return tokens [1, 1] that show the shape of an encoder's output."""
+    return torch.ones(1, 1, dtype=torch.int64)
 
 
 @final

@@ -11,7 +11,7 @@ from raycl.data.fingerprint import fingerprint
 from raycl.errors import ConfigError, DataError
 from raycl.step_replay.check import Check, checked
 from raycl.step_replay.check_history import History
-from raycl.step_replay.find import drawn_ids
+from raycl.step_replay.find import drawn_batches
 from raycl.step_replay.rows import RunRows
 
 
@@ -39,7 +39,7 @@ class DrawnRows:
                 raise DataError(
                     f"the run read other rows at step {link['step']:,} than there are now at {', '.join(self._history.run.data)}"
                 )
-        return f"{len(self._rows.where):,} rows with the contents that the run read"
+        return f"{sum(map(len, self._rows.where)):,} rows with the contents that the run read"
 
     def _check_samples(self) -> str:
         """Compare the samples that the run drew with the order that the seed determines."""
@@ -50,12 +50,12 @@ class DrawnRows:
         step, total, num_train = 0, 0, self._rows.num_train
         last = max(bound, default=0)
         of_epoch: list[Any] = []
-        for position, ids in islice(drawn_ids(self._rows), last):
+        for position, batch in islice(drawn_batches(self._rows), last):
             if of_epoch and position.epoch_step == 0:
                 self.epochs.append(_counted(len(self.epochs), of_epoch, num_train))
                 of_epoch = []
-            step, total = position.step + 1, (total + hash_of_draw(ids, position.epoch)) % 2**64
-            of_epoch.append(ids)
+            step, total = position.step + 1, (total + hash_of_draw(batch.sample_id, position.epoch)) % 2**64
+            of_epoch.append(batch.sample_id)
             if bound.get(step, {total}) != {total}:
                 raise DataError(
                     f"up to step {step:,} the run drew other samples than the order of its seed has: some were skipped, or "

@@ -9,6 +9,7 @@ from typing import Any, final
 
 import numpy as np
 
+from raycl.data.in_memory import Batch
 from raycl.data.sampler import BatchShard
 from raycl.display import Displayable, Table
 from raycl.errors import ConfigError, DataError
@@ -30,7 +31,8 @@ class FoundSteps(Displayable):
         find: the question, such as ``max-loss``.
         steps: a dictionary for each step, with ``step`` and ``epoch``, and for ``max-loss`` the ``loss`` and
             ``times_median``, its ratio to the median of the epoch's logged losses; for ``nan`` the ``metrics`` that
-            were not finite; for ``sample=ID`` the ``row`` of the sample in the batch.
+            were not finite; for ``sample=ID`` the ``row`` of the sample in the batch, and its ``data_set``, from 0 on, if
+            the run has several.
     """
 
     run: str
@@ -64,8 +66,8 @@ def find_steps(run: str, find: str, *, top: int = 5, data: Sequence[str] = ()) -
     return FoundSteps(run=run, find=find, steps=found)
 
 
-def drawn_ids(rows: RunRows) -> Iterator[tuple[Position, Any]]:
-    """Yield the position of the run before each of its steps, and the sample ids of the step's batch.
+def drawn_batches(rows: RunRows) -> Iterator[tuple[Position, Batch]]:
+    """Yield the position of the run before each of its steps, and the step's batch with its ids and labels only.
 
     Computed from the order of the rows alone; the steps are those that the configuration plans.
     """
@@ -79,7 +81,7 @@ def drawn_ids(rows: RunRows) -> Iterator[tuple[Position, Any]]:
                 batch_size=plan.stage.batch_size, num_workers=config.workers_of(plan.stage), is_whole=True
             )
             for batch in islice(sampler.epoch_batches(shard, epoch=position.epoch), left):
-                yield position, batch.sample_id
+                yield position, batch
                 position = position.next_step(batch_size=plan.stage.batch_size)
             if position.stage_step != plan.stage.steps:
                 position = position.next_epoch()
@@ -89,21 +91,24 @@ def drawn_ids(rows: RunRows) -> Iterator[tuple[Position, Any]]:
 
 def _steps_of_sample(rows: RunRows, sample_id: int) -> Iterator[dict[str, Any]]:
     """Yield the steps that draw a sample, up to the last logged one; raises ``DataError`` for an unknown sample."""
-    if sample_id not in rows.where:
+    names = [where[sample_id] for where in rows.where if sample_id in where]
+    if not names:
+        num_samples, first = sum(map(len, rows.where)), min(min(where) for where in rows.where if where)
         raise DataError(
-            f"the run has no sample {sample_id}; its {len(rows.where):,} samples have ids such as {min(rows.where)}"
+            f"the run has no sample {sample_id}; its {num_samples:,} samples have ids such as {first}"
         )
     known = [each for each in rows.data_sets() if sample_id in each.sample_id]
     if not known:
         is_test = bool(rows.job.holdout.is_test(np.array([sample_id]))[0])
         why = "is held out of training" if is_test else "is invalid, and was skipped"
-        raise DataError(f"the sample {sample_id} ({rows.where[sample_id]}) {why}: no step draws it")
+        raise DataError(f"the sample {sample_id} ({', '.join(names)}) {why}: no step draws it")
     last = rows.run.num_logged
-    for position, ids in drawn_ids(rows):
+    for position, batch in drawn_batches(rows):
         if position.step >= last:
             return
-        for row in (ids == sample_id).nonzero()[0].tolist():
-            yield {"step": position.step + 1, "epoch": position.epoch, "row": row}
+        data_set = {"data_set": batch.data_set} if len(rows.where) > 1 else {}
+        for row in (batch.sample_id == sample_id).nonzero()[0].tolist():
+            yield {"step": position.step + 1, "epoch": position.epoch, "row": row, **data_set}
 
 
 def _largest(record: RecordedRun, top: int) -> list[dict[str, Any]]:

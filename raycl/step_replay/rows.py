@@ -34,7 +34,7 @@ from raycl.training.views import build_sampler
 @final
 @dataclass(frozen=True, kw_only=True)
 class RunRows:
-    """The job of one process on the rows of a run, and where each row came from, by sample id.
+    """The job of one process on the rows of a run, and where each row came from: for each data set, by sample id.
 
     For a stream, ``fragments`` are the ids and labels of the valid training rows of each fragment, with the tokens if they
     determine the order, and ``where`` is empty.
@@ -43,7 +43,7 @@ class RunRows:
     run: RecordedRun
     job: Job
     sources: tuple[Source, ...]
-    where: dict[int, str]
+    where: tuple[dict[int, str], ...]
     fragments: tuple[pa.Table, ...] = ()
 
     @property
@@ -100,8 +100,11 @@ def read_rows(run: RecordedRun) -> RunRows:
     tokenizer = load_tokenizer(run.output.uri) if config.has_texts else None
     if run.streamed:
         return _streamed(run, sources[0], tokenizer)
-    where: dict[int, str] = {}
-    tables = [_decoded(source, run, tokenizer, where) for source in sources]
+    # Two data sets may have equal ids.
+    where = tuple(dict[int, str]() for _ in sources)
+    tables = [
+        _decoded(source, run, tokenizer, of_source) for source, of_source in zip(sources, where, strict=True)
+    ]
     holdout = hold_out(config, num_rows, can_be_evaluated=config.has_two_towers or sources[0].has_labels)
     ids = [np.concatenate([each["sample_id"].to_numpy() for each in blocks]) for blocks in tables]
     num_train = tuple(int(holdout.is_train(each).sum()) for each in ids)
@@ -185,7 +188,7 @@ def _streamed(run: RecordedRun, source: Source, tokenizer: Tokenizer | None) -> 
         sample_id=sample_id,
         num_samples=None if sample_id is None else len(sample_id),
     )
-    return RunRows(run=run, job=job, sources=(source,), where={}, fragments=fragments)
+    return RunRows(run=run, job=job, sources=(source,), where=({},), fragments=fragments)
 
 
 def _with_classes(source: Source, classes: tuple[str, ...]) -> Source:

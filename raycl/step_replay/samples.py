@@ -58,7 +58,7 @@ class StepSamples:
         self._kind = self._config.data.kind
         self._known: dict[Candidate, Shown] = {}
         self._data_set: InMemoryDataset = rows.data_sets()[views.data_set]
-        self._source = rows.sources[views.data_set]
+        self._source, self._where = rows.sources[views.data_set], rows.where[views.data_set]
 
     def of(self, candidate: Candidate) -> Shown:
         """Return the sample of a candidate."""
@@ -102,7 +102,7 @@ class StepSamples:
         return Shown(
             sample_id=sample_id,
             view=views[view],
-            name=self._rows.where.get(sample_id),
+            name=self._where.get(sample_id),
             label=self._label(sample_id),
             text=self._text(rows[row]) if is_text else None,
             picture=None if is_text else self._picture(rows[row]),
@@ -119,7 +119,7 @@ class StepSamples:
 
     def _of_data(self, sample_id: int, *, text_id: int | None = None) -> Shown:
         """Return a sample as it is in the data."""
-        where, place = self._rows.where.get(sample_id), self._place(sample_id)
+        where, place = self._where.get(sample_id), self._place(sample_id)
         if place is None:
             return Shown(sample_id=sample_id, name=where)
         known, batch = (

@@ -128,12 +128,7 @@ class Checkpointer:
             return
         began = time.monotonic()
         with self._logger.clock.paused():
-            # A finite loss may have had an infinite gradient: never save its update.
-            if not self._train_state.is_finite():
-                raise NonFiniteLossError(
-                    f"the weights are not finite after step {position.step}; the last checkpoint "
-                    f"(step {self.saved_step}) is kept: lower stages.{position.stage}.learning_rate"
-                )
+            self.check_weights(position)
             self._job.check_lease()
             self._logger.flush()
             self._train_state.average_statistics()
@@ -146,6 +141,14 @@ class Checkpointer:
         self.saved_step, self._saved_at = position.step, time.monotonic()
         if self._job.config.checkpoints.interval_s is None:
             self._interval_s = next_interval_s(self._interval_s, cost_s=self._saved_at - began)
+
+    def check_weights(self, position: Position) -> None:
+        """Raise ``NonFiniteLossError`` if a weight is not finite: a finite loss may have had an infinite gradient."""
+        if not self._train_state.is_finite():
+            raise NonFiniteLossError(
+                f"the weights are not finite after step {position.step}; the last checkpoint "
+                f"(step {self.saved_step}) is kept: lower stages.{position.stage}.learning_rate"
+            )
 
     def save_bank(self, position: Position, store: Store) -> None:
         """Write the bank's snapshot of this step; collective.

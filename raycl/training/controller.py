@@ -6,7 +6,7 @@ The controller imports this module to unpickle them, so the module imports neith
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -30,6 +30,8 @@ from raycl.training.standby import importing, stand_by
 
 # The controller reads it, and Ray passes on only the variables of this list.
 constants.ENV_VARS_TO_PROPAGATE.add("TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S")
+
+_RELEASE_S = 60.0  # that a group of workers waits at most for pools of encoders
 
 _Group: Any = gcs_pb2.PlacementGroupTableData  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -76,11 +78,18 @@ class RayTrainer(DataParallelTrainer):
     The data set manager would delay every group, and raycl streams its own data.
     """
 
-    def __init__(self, *args: Any, began: float, scaling_config: ScalingConfig, **kwargs: Any) -> None:
-        """``began`` is when the run began, in seconds since 1970."""
+    def __init__(
+        self,
+        *args: Any,
+        began: float,
+        scaling_config: ScalingConfig,
+        pools: Sequence[Any] = (),
+        **kwargs: Any,
+    ) -> None:
+        """``began`` is when the run began, in seconds since 1970; ``pools`` are actors whose ``release`` stops encoders."""
         group = _ProcessGroup(gpu=bool(scaling_config.use_gpu))
         super().__init__(*args, scaling_config=scaling_config, backend_config=group, **kwargs)
-        self._began = began
+        self._began, self._pools = began, tuple(pools)
 
     def _initialize_and_run_controller(self, **controller_init_kwargs: Any) -> Any:
         """Run the controller on the driver's node, with an environment of its own."""
@@ -97,7 +106,7 @@ class RayTrainer(DataParallelTrainer):
         found = super()._create_default_callbacks()
         kept = [each for each in found if not isinstance(each, PlacementGroupCleanerCallback)]
         context = _DataContextOnly(self.train_run_context, datasets={})
-        context.began = self._began
+        context.began, context.pools = self._began, self._pools
         return [context if isinstance(each, DatasetsCallback) else each for each in kept]
 
 
@@ -164,8 +173,14 @@ def _on_own_gpu() -> Iterator[None]:
 class _DataContextOnly(DatasetsCallback):
     """Pass the driver's settings of Ray Data to the workers, and no data sets."""
 
-    began = 0.0  # as in ``RayTrainer``
+    began, pools = 0.0, tuple[Any, ...]()  # as in ``RayTrainer``
     _has_own = False
+
+    def before_worker_group_start(self, worker_group_context: Any) -> None:
+        # The encoders hold CPUs and GPUs that the group may wait for; they start again with its weights.
+        released = [each.release.remote() for each in self.pools]
+        if released:
+            ray.wait(released, num_returns=len(released), timeout=_RELEASE_S)
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
         # For two actors that Ray Train's controller starts for each group, and once for itself.

@@ -139,8 +139,6 @@ def _is_reported(failure: Failure, output: Place) -> bool:
 def _train_group(job: Job, report: Printer) -> Outcome:
     """Run ``run_worker`` on one group of workers."""
     job.check_lease()
-    if job.encoder_pool is not None:
-        job.encoder_pool.release()
     if repair := repair_manifest(job.output):
         report(repair)
     config, is_streamed = job.config, job.stream is not None
@@ -150,6 +148,7 @@ def _train_group(job: Job, report: Printer) -> Outcome:
     trainer = RayTrainer(
         run_worker,
         began=job.began,
+        pools=job.pools,
         # By reference: the controller would import all modules of the workers.
         train_loop_config={"job": ray.put(job)},
         scaling_config=ScalingConfig(
@@ -225,23 +224,31 @@ def cpus_of_a_worker(config: RunConfig, workers: int, *, streamed: bool) -> floa
 
 
 def workers_that_fit(config: RunConfig, workers: tuple[int, int], *, streamed: bool) -> tuple[int, int]:
-    """Return the minimum and maximum number of workers to request, with CPUs left for data tasks and encoders.
+    """Return the minimum and maximum number of workers to request, with CPUs and GPUs left for data tasks and encoders.
 
-    On a cluster that cannot grow, Ray Train would take every CPU for workers.
+    On a cluster that cannot grow, Ray Train would take every CPU and GPU for workers.
     """
     min_workers, max_workers = workers
-    spare = spare_cpus(config, streamed=streamed)
-    if min_workers == max_workers or not spare or config.autoscaling:
+    if min_workers == max_workers or config.autoscaling:
         return workers
-    cpus = cpus_of_a_worker(config, min_workers, streamed=streamed)
-    num_fitting = int((ray.cluster_resources().get("CPU", 0.0) - spare) / cpus + 1e-6)
-    return min_workers, max(min_workers, min(max_workers, num_fitting))
+    have, num_fitting = ray.cluster_resources(), max_workers
+    if spare := spare_cpus(config, streamed=streamed):
+        cpus = cpus_of_a_worker(config, min_workers, streamed=streamed)
+        num_fitting = min(num_fitting, int((have.get("CPU", 0.0) - spare) / cpus + 1e-6))
+    if config.gpu and (spare := _spare_gpus(config)):
+        num_fitting = min(num_fitting, int(have.get("GPU", 0.0) - spare + 1e-6))
+    return min_workers, max(min_workers, num_fitting)
 
 
 def spare_cpus(config: RunConfig, *, streamed: bool) -> float:
     """Return the CPUs that data tasks and the fewest encoders of all pools need during training."""
     pools = pools_of(config).values()
     return float(streamed) + sum(pool.actor_range[0] * pool.cpus_per_actor for pool in pools)
+
+
+def _spare_gpus(config: RunConfig) -> float:
+    """Return the GPUs that the fewest encoders of all pools need during training."""
+    return sum(pool.actor_range[0] * pool.gpus_per_actor for pool in pools_of(config).values())
 
 
 def encoders_that_fit(config: RunConfig, pool: PoolConfig, *, streamed: bool) -> tuple[int, int]:

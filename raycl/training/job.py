@@ -96,6 +96,12 @@ class Job:
         return self.config.worker_range(self.config.stages[stage])
 
     @property
+    def pools(self) -> list[Any]:
+        """The actors whose ``release`` stops the encoders of the run's pools."""
+        pool = None if self.encoder_pool is None else self.encoder_pool.actor
+        return [each for each in (pool, self.miner) if each is not None]
+
+    @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the texts, if any."""
         return None if self.vocabulary is None else self.vocabulary.tokenizer

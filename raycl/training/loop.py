@@ -293,6 +293,8 @@ class Trainer:
         """Evaluate the towers and measure the leakage of BatchNorm; return whether there is an evaluator."""
         measured: dict[str, float] = {}
         with self._logger.clock.paused():
+            if self._position.step:  # no step made the weights of a new run
+                self._checkpointer.check_weights(self._position)
             self._runner.state.average_statistics()
             if self._evaluator is not None:
                 measured |= self._evaluator.measure(self._runner.state.evaluated, self._device)

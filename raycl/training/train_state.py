@@ -186,9 +186,9 @@ class TrainState:
         weights = stage.matryoshka_weights or [1.0] * len(stage.matryoshka_dims)
         return Matryoshka(objective=objective, dims=stage.matryoshka_dims, weights=weights)
 
-    def wrap_ddp(self, device: torch.device) -> None:
-        """Average gradients with the other workers from now on; collective."""
-        self._parallel = average_gradients(self.tower, device)
+    def wrap_ddp(self, device: torch.device, *, leaves_unused: bool = False) -> None:
+        """Average gradients with the other workers from now on; collective. Arguments as of ``average_gradients``."""
+        self._parallel = average_gradients(self.tower, device, leaves_unused=leaves_unused)
 
     def set_embed_config(self, config: EmbedConfig) -> None:
         """Use this configuration from now on; raises ``ConfigError`` if there are no activations to recompute."""

@@ -127,6 +127,18 @@ def recording(**arguments: Any) -> Recording:
     return Recording(**arguments)
 
 
+class Headed(Small):
+    """Has a classifier that the forward pass leaves out, as ``forward_features`` of a pretrained network does."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.head = nn.Linear(16, 10)
+
+
+def headed(**arguments: Any) -> nn.Module:
+    return Headed(**arguments)
+
+
 class Mortal(Small):
     """Crashes at the second step after every start."""
 

@@ -2,12 +2,15 @@
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import ray
+from ray.train import FailureConfig, RunConfig, ScalingConfig
 
+from raycl.training.controller import RayTrainer
 from raycl.training.encoder_pool import Weights, start_pool
 from tests.cluster.faults import kill_process, processes, wait_until
 
@@ -46,3 +49,32 @@ def test_a_pool_loads_new_weights_replaces_a_killed_encoder_and_ends_with_its_co
         pool.release()
         assert pool.encode(rows).encoded is None
     wait_until(lambda: not processes(("ray::EncoderActor", "ray::PoolActor")))
+
+
+def one_plus_one() -> int:
+    return 1 + 1
+
+
+def test_a_group_of_workers_starts_on_the_cpus_of_a_pool_that_holds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")
+    with start_pool(Scaling, least=2, most=2, resources={"CPU": 1.5}) as pool:
+        attempt = pool.begin()
+        ray.get(pool.publish({"weight": np.array([3.0])}, step=4, attempt=attempt))
+        wait_until(lambda: ray.get(pool.actor.num_encoders.remote()) == 2)
+        trainer = RayTrainer(
+            one_plus_one,
+            began=time.time(),
+            pools=[pool.actor],
+            scaling_config=ScalingConfig(num_workers=1, resources_per_worker={"CPU": 2}),
+            run_config=RunConfig(
+                name="run",
+                storage_path=str(tmp_path),
+                failure_config=FailureConfig(controller_failure_limit=0),
+            ),
+        )
+        assert trainer.fit().return_value == 2
+        assert ray.get(pool.actor.num_encoders.remote()) == 0
+        ray.get(pool.publish({"weight": np.array([3.0])}, step=8, attempt=attempt))
+        wait_until(lambda: ray.get(pool.actor.num_encoders.remote()) == 2)

@@ -1,6 +1,8 @@
 """A complete step on several workers equals a step in one process on the whole batch."""
 
 import functools
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,13 +19,16 @@ from raycl.losses import nt_xent
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.nt_xent import NtXent
 from raycl.losses.objective import StoreBatch
-from raycl.models.build import build_towers
+from raycl.models.build import build_towers, leaves_parameters_unused
 from raycl.models.towers import Tower, build_projection_head
 from raycl.recipes import recipe
 from raycl.training.step import train_step
 from raycl.training.stores import build_store
 from raycl.training.train_state import EmbedConfig, TrainState
 from raycl.training.views import Views
+from tests.images import write_digits
+from tests.pairs import vocabulary
+from tests.recorded_runs import record_run, small_config
 from tests.settings import override_active
 from tests.workers.processes import run_workers
 
@@ -242,3 +247,30 @@ def assert_equals_the_whole_batch(
                 assert torch.allclose(values, alone[2][name], rtol=1e-3, atol=1e-4)
             else:
                 assert torch.equal(torch.as_tensor(values), torch.as_tensor(alone[2][name]))
+
+
+CROPS = {"augment.views": [{"count": 2}, {"count": 2, "size": 8}]}
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"stages.0.chunk_size": 8}, CROPS], ids=["whole", "chunks", "two sizes"]
+)
+def test_workers_train_an_encoder_with_a_layer_that_the_forward_pass_leaves_out(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    data = write_digits(tmp_path / "digits.parquet", 120)
+    network = {"encoder.name": "tests.cluster.networks:headed", "encoder.kwargs.dropout": 0.0}
+    losses = []
+    for workers in (1, 2):
+        config = small_config("simclr", {"workers": workers, "stages.0.steps": 4} | network | settings)
+        run = record_run(config, data, tmp_path / f"run{workers}")
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        losses.append([line["loss"] for line in lines])
+    assert len(losses[0]) == 4
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("method", ["simclr", "simcse", "two_tower", "clip"])
+def test_the_encoders_of_raycl_leave_no_parameter_unused(method: str) -> None:
+    config = recipe(method, image_size=32)
+    assert not leaves_parameters_unused(config, build_towers(config, vocabulary()), vocabulary())
