@@ -95,16 +95,26 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_the_baseline_of_few_labels_has_enough_rows_of_each_class(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(classification, "MAX_BASELINE_ROWS", {"linear": 12})
+    monkeypatch.setattr(classification, "MAX_BASELINE_ROWS", {"linear": 12, "knn": 1_000})
     found = evaluate("linear", **small_run(tmp_path, (8, 8, 3)), labels_per_class=10, quiet=True)
     assert 0.3 < found["baseline"]["pixels"] < 0.99
+
+
+def test_a_baseline_without_enough_labels_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(classification, "MAX_BASELINE_ROWS", {"linear": 12, "knn": 12})
+    found = evaluate("linear", **small_run(tmp_path, (8, 8, 3)), labels_per_class=10, quiet=True)
+    assert "baseline" not in found
+    assert 0 < found["top1"] <= 1
+    assert "no baseline of raw pixels: labels_per_class is 10, but class" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("labels_per_class", [1, 5, 20, 100])
 @pytest.mark.parametrize("fewest", [150, 1_000])
 def test_a_sample_has_enough_labels_of_each_class(labels_per_class: int, fewest: int) -> None:
     label = torch.cat([torch.arange(10).repeat(fewest), torch.arange(9).repeat(fewest)])
-    fraction = min(1.0, _num_rows_with(labels_per_class, label) / len(label))
+    fraction = min(1.0, _num_rows_with(labels_per_class, label, len(label)) / len(label))
     assert fewest >= 2 * labels_per_class + 20 or fraction == 1
     # The chance that the smallest class lacks labels.
     assert binom.cdf(labels_per_class - 1, fewest, fraction) < 1e-6

@@ -20,13 +20,14 @@ from raycl.data.decode import are_flat
 from raycl.data.ids import stable_ids
 from raycl.data.images import ImageFormat, InvalidImageError, image_sides
 from raycl.data.in_memory import InMemoryDataset, pixels_of
+from raycl.data.labels import NO_LABEL
 from raycl.data.prefetch import Prefetched
 from raycl.data.read_stats import ReadStats
 from raycl.data.sources import ROWS_PER_FRAGMENT, RawRows, Source, check_no_splits, find_source
 from raycl.data.split import Holdout, make_split
 from raycl.errors import DataError
 from raycl.training.coordinator import RunCoordinator
-from tests.images import encode
+from tests.images import encode, photograph, write_digits
 from tests.table_files import write_saved
 
 NOISE = np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)
@@ -560,3 +561,23 @@ def test_a_fragment_read_twice_counts_once_and_too_many_invalid_rows_are_an_erro
     rows.check(0.1)
     with pytest.raises(DataError, match=r"2 of 20 rows are invalid \(2 not an image; for example x.jpg"):
         rows.check(0.05)
+
+
+def test_a_link_without_its_file_beside_class_folders_keeps_the_classes(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.png").write_bytes(encode(photograph()))
+    (tmp_path / "latest.png").symlink_to(tmp_path / "gone.png")
+    source = find_source(str(tmp_path))
+    assert source.classes == ("a", "b")
+    assert source.fragments[0].labels == (0, 1, NO_LABEL)
+    (tmp_path / "latest.png").unlink()
+    (tmp_path / "latest.png").symlink_to(tmp_path / "a" / "1.png")
+    assert find_source(str(tmp_path)).classes is None
+
+
+def test_a_table_that_is_a_link_without_its_file_is_named(tmp_path: Path) -> None:
+    write_digits(tmp_path / "a.parquet", 10)
+    (tmp_path / "latest.parquet").symlink_to(tmp_path / "gone.parquet")
+    with pytest.raises(DataError, match="latest.parquet is a link to a file that does not exist; remove it"):
+        find_source(str(tmp_path))

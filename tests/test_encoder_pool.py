@@ -438,7 +438,7 @@ def test_the_report_names_what_an_encoder_reserves(
     assert ActorLauncher({**resources, "resources": {}, "label_selector": labels}).needs == needs
 
 
-def test_a_released_pool_holds_no_encoder_until_weights_are_published() -> None:
+def test_a_released_pool_holds_no_encoder_until_another_attempt_publishes_weights() -> None:
     async def check() -> None:
         launcher = FakeLauncher()
         launcher.go.clear()
@@ -449,6 +449,8 @@ def test_a_released_pool_holds_no_encoder_until_weights_are_published() -> None:
         assert not launcher.running
         assert await waiting[2] is None
         assert await pool.encode([10], {}) is None
+        # Weights of the group before, as from a miner that still embeds, start no encoder.
+        await pool.publish("attempt", 4, [7, None])
         assert not launcher.running
         launcher.go.set()
         await begin(pool, 5, 8)

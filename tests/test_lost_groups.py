@@ -155,7 +155,7 @@ def test_a_group_of_workers_gets_the_pools_to_release(
         is_evaluated=False,
         workers=(2, 2),
         encoder_pool=EncoderPool(actor="the pool of keys", build=MagicMock()),
-        miner="the miner",
+        mining_pool=EncoderPool(actor="the pool of documents", build=MagicMock()),
     )
     driver._train_group(job, print)
-    assert arguments["pools"] == ["the pool of keys", "the miner"]
+    assert arguments["pools"] == ["the pool of keys", "the pool of documents"]

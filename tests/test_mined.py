@@ -235,10 +235,7 @@ class LocalPool:
 
     def __init__(self, num_lost: int = 0) -> None:
         self.encoder, self.num_lost, self.steps = CorpusEncoder(CONFIG, vocabulary()), num_lost, list[int]()
-        self.waited, self.num_released = list[float](), 0
-
-    def release(self) -> None:
-        self.num_released += 1
+        self.waited = list[float]()
 
     def begin(self) -> str:
         return "attempt"
@@ -333,34 +330,6 @@ def test_a_miner_that_waits_for_encoders_follows_a_new_group_at_once(monkeypatch
     assert newest_table(miner, "second").query_step == 20
 
 
-@pytest.mark.parametrize("is_waiting", [False, True], ids=["after a table", "while it waits for encoders"])
-def test_a_released_miner_publishes_nothing_until_another_group_does(
-    is_waiting: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(miner_module, "_RETRY_S", 0.01)
-    monkeypatch.setattr(miner_module, "_MAX_RETRY_S", 0.02)
-    built = build_corpus(held_rows(), explicit=True)
-    pool, bank, notices = LocalPool(), LocalBank(built.corpus.bank_id), MagicMock()
-    miner = Miner(CONFIG.negatives.mined, *built, bank, built.corpus.bank_id, pool, notices)  # type: ignore[arg-type]
-    miner.publish("first", 40, numpy_weights(towers()))
-    newest_table(miner, "first")
-    if is_waiting:
-        pool.num_lost = 1_000_000
-        miner.publish("first", 45, numpy_weights(towers()))
-        while len(pool.steps) < 4:
-            time.sleep(0.01)
-    miner.release()
-    assert pool.num_released == 1
-    num_published = len(pool.steps)
-    time.sleep(0.2)
-    assert len(pool.steps) == num_published
-    assert miner.news("first", "").table is None
-    pool.num_lost = 0
-    miner.publish("second", 20, numpy_weights(towers()))
-    assert newest_table(miner, "second").query_step == 20
-    assert not notices.mock_calls
-
-
 def test_a_miner_starts_without_lines_of_rays_core(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -369,9 +338,9 @@ def test_a_miner_starts_without_lines_of_rays_core(
     job: Any = SimpleNamespace(
         config=CONFIG, coordinator=None, vocabulary="some", network=None, corpus=None, stream=None
     )
-    with start_miner(job, None, None, np.empty(0), actors=(1, 1)) as miner:  # type: ignore[arg-type]
+    with start_miner(job, None, None, np.empty(0), actors=(1, 1)) as found:  # type: ignore[arg-type]
         os.write(2, b"later\n")
-    assert miner == "actor"
+    assert found == ("actor", "pool")
     assert capfd.readouterr().err == "later\n"
 
 

@@ -17,7 +17,7 @@ from raycl.recipes import recipe
 from raycl.storage import Place
 from raycl.tokenization import Tokenizer, Vocabulary, padded_rows, train_tokenizer
 from raycl.training.data_module import known_tokenizer
-from raycl.training.preflight import validate_run
+from raycl.training.preflight import hash_of_settings, validate_run
 from tests.texts import invented_texts
 
 
@@ -104,13 +104,34 @@ def test_a_run_saves_the_absolute_path_of_its_model(
     with validate_run(images, output=str(output), resume=False) as run:
         assert run.config == images
     output.mkdir(exist_ok=True)
+    copied = override(sentences, {"encoder.name": "transformers:elsewhere/model"})
     for saved in (
         sentences,
         override(sentences, {"encoder.name": absolute}),
-    ):  # by an older version, and by this one
+        copied,
+    ):  # by an older version, by this one, on another machine
         (output / "config.yaml").write_text(config_to_yaml(saved))
         with validate_run(sentences, output=str(output), resume=True) as run:
             assert run.config.encoder.name == absolute
+        assert hash_of_settings(saved) == hash_of_settings(run.config)
+    another = override(sentences, {"encoder.name": "transformers:other"})
+    with (
+        pytest.raises(ConfigError, match="--resume would change encoder.name"),
+        validate_run(another, output=str(output), resume=True),
+    ):
+        pass
+
+
+def test_a_model_in_the_working_folder_of_a_job_keeps_its_relative_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray deletes the copy of the submitted folder, and each submission has its own."""
+    folder = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_0123"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    given = override(recipe("simcse"), {"encoder.name": "transformers:model"})
+    with validate_run(given, output=str(tmp_path / "run"), resume=False) as run:
+        assert run.config == given
 
 
 @pytest.mark.parametrize("kind", ["Bert", "Roberta"])  # pad with 0 and with 1

@@ -1,6 +1,7 @@
 """Sources: the files at an address, cut into fragments that Ray tasks read."""
 
 import json
+import os
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -337,8 +338,9 @@ def _folder_source(uri: str, files: list[str]) -> Source:
             f"{uri} holds no images and no parquet, Arrow or tar files ({len(files)} other files); "
             f"known endings of images are {', '.join(sorted(EXTENSIONS))}"
         )
-    classes = _class_folders(paths)
-    labels = [classes.index(path.split("/")[0]) for path in paths] if classes else []
+    classes = _class_folders(Place(uri), paths)
+    numbers = {name: number for number, name in enumerate(classes or ())}
+    labels = [numbers.get(path.split("/")[0], NO_LABEL) for path in paths] if classes else []
     fragments = tuple(
         Fragment(
             uri=uri,
@@ -367,11 +369,12 @@ def _ending(path: str) -> str:
     return f".{path.rpartition('.')[2].lower()}"
 
 
-def _class_folders(paths: list[str]) -> tuple[str, ...] | None:
-    """Return the class folders, if every image is in one and there are at least two."""
-    if any("/" not in path for path in paths):
+def _class_folders(root: Place, paths: list[str]) -> tuple[str, ...] | None:
+    """Return the class folders, if every image is in one, but for links without a file, and there are at least two."""
+    beside = [path for path in paths if "/" not in path]
+    if len(beside) == len(paths) or any((root / path).exists() for path in beside):
         return None
-    classes = sorted({path.split("/")[0] for path in paths})
+    classes = sorted({path.split("/")[0] for path in paths} - set(beside))
     return tuple(classes) if len(classes) > 1 else None
 
 
@@ -386,6 +389,7 @@ def _table_source(
 ) -> Source:
     root = Place(folder_of(uri))
     places = [root / file if file else root for file in files]
+    _check_links(places)
     with ThreadPoolExecutor(8) as pool:
         tables = list(pool.map(lambda place: reader.inspect(place, columns), places))
     if check is not None:
@@ -439,6 +443,12 @@ def _table_source(
         types=types,
         label_names=names,
     )
+
+
+def _check_links(places: Sequence[Place]) -> None:
+    for place in places:
+        if place.is_local and os.path.islink(place.uri) and not place.exists():
+            raise DataError(f"{place} is a link to a file that does not exist; remove it")
 
 
 def _named(table: TableFile, columns: ColumnNames) -> pa.Schema:

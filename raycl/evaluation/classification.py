@@ -2,8 +2,9 @@
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, final, get_args
 
 import numpy as np
@@ -127,11 +128,13 @@ def evaluate(
             result["labels_per_class"] = labels_per_class
         result.update({"num_train": len(train_set.label), "num_test": len(test_set.label)})
         if baseline and isinstance(encoder, ImageEncoder):
-            max_rows = dict.fromkeys(sources, MAX_BASELINE_ROWS[measure])
-            max_rows["train"] = max(max_rows["train"], _num_rows_with(labels_per_class or 0, train_set.label))
-            result["baseline"] = _pixel_baseline(
-                sources, kept, encoder.spec, score, measure=measure, max_rows=max_rows, quiet=quiet
+            pixels = partial(
+                _pixel_baseline, sources, kept, encoder.spec, score, measure=measure, quiet=quiet
             )
+            if labels_per_class is None:
+                result["baseline"] = pixels()
+            else:
+                result |= _baseline_of_few_labels(pixels, train_set.label, labels_per_class, sources["train"])
     return result
 
 
@@ -172,10 +175,22 @@ def _with_train_classes(sources: dict[str, Source], test_set: LabeledSet) -> Lab
     return LabeledSet(values=test_set.values, label=number[test_set.label])
 
 
-def _num_rows_with(labels_per_class: int, label: Tensor) -> int:
-    """Return the size of a random sample of rows that has these labels of each class, but for one in millions."""
+def _baseline_of_few_labels(
+    pixels: Callable[..., dict[str, Any]], label: Tensor, labels_per_class: int, train: Source
+) -> dict[str, Any]:
+    """Return the baseline of a sample with enough labels of each class, or nothing if it were too large."""
+    num_train = min(_num_rows_with(labels_per_class, label, train.num_rows), MAX_BASELINE_ROWS["knn"])
+    try:
+        return {"baseline": pixels(num_train=num_train)}
+    except DataError as error:
+        print(f"raycl: no baseline of raw pixels: {error}", file=sys.stderr)
+        return {}
+
+
+def _num_rows_with(labels_per_class: int, label: Tensor, num_rows: int) -> int:
+    """Return how many rows of all ``num_rows`` have so many labels of each class, drawn at random, but for one in millions."""
     fewest = int(label.unique(return_counts=True)[1].min())
-    return math.ceil(len(label) * (2 * labels_per_class + 20) / fewest) if labels_per_class else 0
+    return math.ceil(num_rows * (2 * labels_per_class + 20) / fewest)
 
 
 def _pixel_baseline(
@@ -185,11 +200,12 @@ def _pixel_baseline(
     score: Score,
     *,
     measure: Measure,
-    max_rows: Mapping[str, int],
+    num_train: int = 0,
     quiet: bool,
 ) -> dict[str, Any]:
     """Return the score of raw pixels; ``kept`` has the decoded rows of each set, if they need not be read again."""
-    pixel_format = _pixels_of(spec)
+    pixel_format, max_rows = _pixels_of(spec), dict.fromkeys(sources, MAX_BASELINE_ROWS[measure])
+    max_rows["train"] = max(max_rows["train"], num_train)
     rows: dict[str, InMemoryDataset] = {}
     for name, source in sources.items():
         sample = Holdout(seed=0, reference=min(1.0, max_rows[name] / source.num_rows)).is_evaluated

@@ -73,8 +73,8 @@ def open_miner(job: Job, report: Printer) -> Iterator[Job]:
     try:
         job = replace(job, corpus=corpus)
         actors = encoders_that_fit(config, config.negatives.mined, streamed=job.stream is not None)
-        with start_miner(job, matches, bank, document_ids, actors=actors) as miner:
-            yield replace(job, miner=miner)
+        with start_miner(job, matches, bank, document_ids, actors=actors) as (miner, pool):
+            yield replace(job, miner=miner, mining_pool=pool)
     finally:
         if not spec.detached:
             bank.stop()

@@ -32,6 +32,8 @@ _BUSY = 0.7  # of the time, the most that the encoders left after shrinking may 
 _MAX_DELAY_S = 60.0  # before an encoder is replaced, if the ones before failed too
 _START_S = 60.0  # after which a pool without encoders reports that they wait
 
+_RELEASED = "released"  # in place of an attempt
+
 Weights = Mapping[str, NDArray[Any]]
 
 
@@ -158,8 +160,8 @@ class PoolActor:
         self._reset_window()
 
     async def release(self) -> None:
-        """Stop all encoders until weights are published again: a new group of workers takes its resources first."""
-        self._published, self._target = None, self._least
+        """Stop all encoders until another attempt publishes weights: a new group of workers takes its resources first."""
+        self._attempt, self._published, self._target = _RELEASED, None, self._least
         for encoder in [*self._starting, *self._ready]:
             self._remove(encoder)
         await self._notify()
@@ -381,11 +383,6 @@ class EncoderPool:
         """Send rows, with arguments of ``RowEncoder.encode``, without waiting for their embeddings."""
         sent = ray.put(rows)
         return Request(sent, self.actor.encode.remote([sent], how, waited_s), self.actor)
-
-    def release(self) -> None:
-        """Stop all encoders until weights are published again."""
-        with contextlib.suppress(RayError):
-            ray.get(self.actor.release.remote(), timeout=ANSWER_S)
 
 
 @contextlib.contextmanager

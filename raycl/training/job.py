@@ -81,6 +81,7 @@ class Job:
     guide: ray.ObjectRef | None = None
     corpus: ray.ObjectRef | None = None
     miner: Any = None
+    mining_pool: EncoderPool | None = None
     encoder_pool: EncoderPool | None = None
     lease: Lease | None = None
     began: float = 0.0
@@ -97,9 +98,8 @@ class Job:
 
     @property
     def pools(self) -> list[Any]:
-        """The actors whose ``release`` stops the encoders of the run's pools."""
-        pool = None if self.encoder_pool is None else self.encoder_pool.actor
-        return [each for each in (pool, self.miner) if each is not None]
+        """The actors of the run's pools of encoders, which import no encoder themselves."""
+        return [pool.actor for pool in (self.encoder_pool, self.mining_pool) if pool is not None]
 
     @property
     def tokenizer(self) -> Tokenizer | None:

@@ -264,6 +264,7 @@ class Trainer:
         if self._evaluator is not None:
             self._save(evaluated=self._evaluate())
         elif self._snapshots is not None:
+            self._checkpointer.check_weights(self._position)
             self._runner.state.average_statistics()
             self._write_snapshot()
 

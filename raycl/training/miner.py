@@ -75,7 +75,7 @@ class News(NamedTuple):
 
 
 class _OutdatedError(Exception):
-    """Another worker group began or will begin: the weights in use are not in its past."""
+    """Another worker group began: the weights in use are not in its past."""
 
 
 Rows = Tokens | Batch  # texts or images
@@ -278,13 +278,6 @@ class Miner:
             self._published = Published(group, step, weights)
             self._changed.notify_all()
 
-    def release(self) -> None:
-        """Stop the search and all encoders until weights are published: a new group of workers takes its resources first."""
-        with self._changed:
-            self._published = self._table = None
-            self._changed.notify_all()
-        self._pool.release()
-
     def add(self, rows: pa.Table) -> None:
         """Add rows of the stream to the corpus of the next search."""
         assert self._stream is not None, "only a stream has further rows"
@@ -308,9 +301,7 @@ class Miner:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self._published is not None and self._published is not self._in_use
-                )
+                self._changed.wait_for(lambda: self._published is not self._in_use)
             try:
                 self._mine()
             except _OutdatedError:
@@ -325,8 +316,7 @@ class Miner:
     def _mine(self) -> None:
         """Embed all documents, search all queries, and keep the table."""
         published = self._published
-        if published is None:  # released since
-            return
+        assert published is not None, "the first weights were waited for"
         if self._in_use is None or self._in_use.group != published.group:
             self._search.forget_after(published.step)
             self._attempt = self._pool.begin()
@@ -349,12 +339,9 @@ class Miner:
             self._table = replace(table, version=f"{self._incarnation}-{self._num_tables}")
 
     def _use(self, published: Published) -> None:
-        """Let the pool embed with these weights; raises ``_OutdatedError`` after a release, which they would undo."""
-        with self._changed:
-            if self._published is None:
-                raise _OutdatedError
-            self._in_use = published
-            self._pool.publish(published.weights, step=published.step, attempt=self._attempt)
+        """Let the pool embed with these weights."""
+        self._in_use = published
+        self._pool.publish(published.weights, step=published.step, attempt=self._attempt)
 
     def _encode(self, side: SideName, blocks: Iterator[Rows]) -> Iterator[Encoded]:
         """Embed the blocks in order with the newest weights, some ahead of the others."""
@@ -392,7 +379,7 @@ class Miner:
         return published is None or in_use is None or published.group != in_use.group
 
     def _check_group(self) -> Published:
-        """Return the newest weights; raises ``_OutdatedError`` without any, or if they are of another worker group."""
+        """Return the newest weights; raises ``_OutdatedError`` if they are of another worker group."""
         published = self._published
         if published is None or self._is_outdated():
             raise _OutdatedError

@@ -25,6 +25,7 @@ from raycl.negatives.bank import Bank
 from raycl.negatives.spec import BankSpec
 from raycl.ray_runtime import without_stderr
 from raycl.training.corpus import Corpus, corpus_of_run
+from raycl.training.encoder_pool import EncoderPool
 from raycl.training.growing_corpus import GrowingCorpus, table_of_bytes, unknown
 from raycl.training.job import Job
 from raycl.training.mined import MinedNegatives, MinedTable
@@ -89,7 +90,7 @@ def start_miner(
     bank_id: NDArray[np.int64],
     *,
     actors: tuple[int, int],
-) -> Iterator[Any]:
+) -> Iterator[tuple[Any, EncoderPool]]:
     """Start the miner, which Ray restarts if it dies, and its pool of encoders, and end them afterwards.
 
     ``bank_id`` are the ids in the bank; the job's corpus and its ``matches`` are None for a stream. The pool has the
@@ -108,7 +109,7 @@ def start_miner(
         with without_stderr():
             miner = actor.remote(mined, job.corpus, matches, bank, bank_id, pool, coordinator, stream)
         try:
-            yield miner
+            yield miner, pool
         finally:
             ray.kill(miner)
 

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import posixpath
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ MAY_CHANGE = re.compile(
     r"negatives\.mined\.(actors|min_actors|cpus_per_actor|gpus_per_actor|node_label|refresh)|log_every_steps|max_failures"
 )
 _CHUNKS = re.compile(r"stages\.\d+\.(chunk_size|cached_chunks|activation_checkpoint_every)")
+_OF_A_JOB = "working_dir_files"  # in the path of a copy of a folder that was submitted to Ray
 _ADDRESSES = re.compile(r"negatives\.guide\.(query|document)")  # may be changed, but not added or removed
 
 
@@ -94,12 +96,18 @@ def validate_run(
 
 
 def with_absolute_model(config: RunConfig) -> RunConfig:
-    """Return the configuration with the absolute path of its pretrained model, so that the saved run loads in any folder."""
+    """Return the configuration with the absolute path of its pretrained model, so that the saved run loads in any folder.
+
+    A path in the working folder of a Ray job is kept, since Ray deletes that copy of the submitted folder.
+    """
     section = "text_encoder" if config.data.kind == "image_text" else "encoder"
     encoder = getattr(config, section)
     if not (config.has_texts and encoder.name.startswith(HUGGING_FACE)):
         return config
-    name = HUGGING_FACE + absolute(encoder.name.removeprefix(HUGGING_FACE))
+    path = absolute(encoder.name.removeprefix(HUGGING_FACE))
+    if _OF_A_JOB in path.split("/"):
+        return config
+    name = HUGGING_FACE + path
     return config.model_copy(update={section: encoder.model_copy(update={"name": name})})
 
 
@@ -300,7 +308,6 @@ def check_output(config: RunConfig, output: Place, *, resume: bool) -> None:
 
 def _check_unchanged(saved: RunConfig, config: RunConfig) -> None:
     """Refuse to resume with settings that would change the views or weights of the rest of the run."""
-    saved = with_absolute_model(saved)  # older versions saved the path as it was given
     last = len(saved.stages) - 1
     if len(config.stages) <= last:
         raise ConfigError(
@@ -319,7 +326,7 @@ def _check_unchanged(saved: RunConfig, config: RunConfig) -> None:
             continue
         if MAY_CHANGE.fullmatch(key) or longer.fullmatch(key) or key.startswith(added):
             continue
-        if _ADDRESSES.fullmatch(key) and None not in (before, now):
+        if (_ADDRESSES.fullmatch(key) and None not in (before, now)) or _name_of_model(before, now):
             continue
         # A setting without effect in one of the runs follows from another change. A learned temperature does not:
         # it is a parameter of the saved optimizer.
@@ -330,10 +337,21 @@ def _check_unchanged(saved: RunConfig, config: RunConfig) -> None:
             )
 
 
+def _name_of_model(*encoders: Any) -> str | None:
+    """Return the name of the folder of a pretrained model if all values are encoders with one of this name.
+
+    The folder may be another copy: the weights and the tokenizer come from the run.
+    """
+    paths = [str(each).removeprefix(HUGGING_FACE).rstrip("/") for each in encoders]
+    names = {posixpath.basename(path) for path in paths}
+    are_models = all(str(each).startswith(HUGGING_FACE) for each in encoders)
+    return names.pop() if are_models and len(names) == 1 else None
+
+
 def hash_of_settings(config: RunConfig) -> str:
     """Return the SHA-256 of the settings that determine the losses of steps; a longer last stage changes it."""
     fixed = {
-        key: value
+        key: _name_of_model(value) or value
         for key, value in leaves(config).items()
         if _CHUNKS.fullmatch(key) or not MAY_CHANGE.fullmatch(key)
     }

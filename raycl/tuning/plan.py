@@ -50,8 +50,10 @@ def check_search(config: RunConfig, sources: Sequence[Source], minutes: float) -
             "give one with its first stage only"
         )
     if not config.has_two_towers and not all(source.has_labels for source in sources):
+        ignored = next((source.ignored_label for source in sources if source.ignored_label), "")
+        held = f" (column 'label' holds {ignored})" if ignored else ""
         raise DataError(
-            "raycl tune compares trials by kNN on the labels of held-out rows, and the samples have none; name their "
+            f"raycl tune compares trials by kNN on the labels of held-out rows, and the samples have none{held}; name their "
             "column with --set data.columns.label=NAME, or give class folders"
         )
 

@@ -46,7 +46,7 @@ def test_a_pool_loads_new_weights_replaces_a_killed_encoder_and_ends_with_its_co
             np.testing.assert_array_equal(request.encoded.embeddings[:, :1], 5 * rows)
             assert request.encoded.embeddings[0, 1] != killed
         wait_until(lambda: ray.get(pool.actor.num_encoders.remote()) == 2)
-        pool.release()
+        ray.get(pool.actor.release.remote())
         assert pool.encode(rows).encoded is None
     wait_until(lambda: not processes(("ray::EncoderActor", "ray::PoolActor")))
 
@@ -76,5 +76,6 @@ def test_a_group_of_workers_starts_on_the_cpus_of_a_pool_that_holds_them(
         )
         assert trainer.fit().return_value == 2
         assert ray.get(pool.actor.num_encoders.remote()) == 0
+        attempt = pool.begin()
         ray.get(pool.publish({"weight": np.array([3.0])}, step=8, attempt=attempt))
         wait_until(lambda: ray.get(pool.actor.num_encoders.remote()) == 2)
