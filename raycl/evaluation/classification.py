@@ -73,7 +73,8 @@ def evaluate(
     ``seed`` (0) of ``linear``.
 
     Returns ``measure``, ``top1``, ``num_train``, ``num_test`` and ``baseline``: the same measure on raw pixels
-    of at most 32 per side, with the mean image subtracted, of a sample of large sets. Raises ``DataError``
+    of at most 32 per side, with the mean image subtracted, of a sample of large sets. It is left out, with a line on
+    stderr, if the sample lacks ``labels_per_class`` labels of a class. Raises ``DataError``
     if a set has no labels or their classes differ, ``StorageError`` if the run has no encoder,
     ``ConfigError`` for an unknown measure or an option of the other one.
     """
