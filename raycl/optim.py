@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from raycl.distributed import all_sum, num_workers, rank
+from raycl.eager_torch import without_compiler
 from raycl.errors import ConfigError
 
 Schedule = Callable[[int], float]
@@ -46,16 +47,22 @@ def build_optimizer(
         }
         for (is_vector, scale), parameters in sorted(grouped.items())
     ]
-    if name == "adamw":
-        return AdamW(groups, lr=0.0, betas=betas, fused=True)
-    if name == "sgd":
-        return SGD(groups, lr=0.0, momentum=momentum, fused=True)
-    if name == "muon":
-        tables = {
-            each.weight for each in module.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)
-        }
-        return Muon(groups, momentum=momentum, betas=betas, tables=tables)
-    return LARS(groups, momentum=momentum, trust_coefficient=trust_coefficient)
+    # torch asks for its compiler at the first call of these methods.
+    with without_compiler():
+        if name == "adamw":
+            optimizer: Optimizer = AdamW(groups, lr=0.0, betas=betas, fused=True)
+        elif name == "sgd":
+            optimizer = SGD(groups, lr=0.0, momentum=momentum, fused=True)
+        elif name == "muon":
+            tables = {
+                each.weight for each in module.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)
+            }
+            optimizer = Muon(groups, momentum=momentum, betas=betas, tables=tables)
+        else:
+            optimizer = LARS(groups, momentum=momentum, trust_coefficient=trust_coefficient)
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.zero_grad()
+    return optimizer
 
 
 def set_learning_rate(optimizer: Optimizer, value: float) -> None:
@@ -75,6 +82,12 @@ def clip_gradient(optimizer: Optimizer, max_norm: float) -> Tensor:
     norm = torch.stack(torch._foreach_norm(gradients)).norm()
     torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
+
+
+def take_step(optimizer: Optimizer) -> None:
+    """Update the parameters; torch's own optimizers import the compiler at each step."""
+    with without_compiler():
+        optimizer.step()
 
 
 @final

@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "raycl"
 LAYERS = (  # lowest first; packages in the same layer do not import each other
-    {"errors", "display", "loss_specs", "splitmix"},
+    {"errors", "display", "eager_torch", "loss_specs", "splitmix"},
     {"address", "gpus"},
     {"ray_runtime", "storage", "distributed.shared_memory", "tokenization", "tracking.prometheus"},
     {"chain"},

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raycl.distributed import average_, num_workers, shares_memory
 from raycl.distributed.shared_memory import MAX_BYTES
+from raycl.eager_torch import without_compiler
 
 
 def average_gradients(tower: nn.Module, device: torch.device, *, leaves_unused: bool = False) -> nn.Module:
@@ -22,13 +23,16 @@ def average_gradients(tower: nn.Module, device: torch.device, *, leaves_unused: 
     # Synchronized statistics are equal on all workers. torch 2.15 renamed the argument.
     known = inspect.signature(DistributedDataParallel).parameters
     switch = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    parallel = DistributedDataParallel(
-        tower,
-        device_ids=[device] if device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        find_unused_parameters=leaves_unused,
-        **{switch: False},  # pyright: ignore[reportArgumentType]
-    )
+    with without_compiler():
+        parallel = DistributedDataParallel(
+            tower,
+            device_ids=[device] if device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=leaves_unused,
+            **{switch: False},  # pyright: ignore[reportArgumentType]
+        )
+        with parallel._inside_ddp_forward():  # its first call asks for the compiler
+            pass
     if shares_memory():
         parallel.register_comm_hook(None, _average_through_memory)
     return parallel

@@ -28,7 +28,7 @@ from raycl.models.build import build_prediction_head
 from raycl.models.momentum import MomentumEncoder
 from raycl.models.temperature import LearnedTemperature
 from raycl.models.towers import Tower, Towers, TwoTowers
-from raycl.optim import build_optimizer, clip_gradient
+from raycl.optim import build_optimizer, clip_gradient, take_step
 from raycl.training.views import TakeKeys, Views, stacked
 
 PROBED_ROWS = 1_024  # rows of a batch for the leakage probe, which compares all of them
@@ -252,7 +252,7 @@ class TrainState:
         """Make the optimizer step; return the norm of the gradient before clipping, None without clipping."""
         limit = self.max_grad_norm
         grad_norm = None if limit is None else clip_gradient(self.optimizer, limit)
-        self.optimizer.step()
+        take_step(self.optimizer)
         if self.temperature is not None:
             self.temperature.clamp_()
         return grad_norm
