@@ -77,10 +77,11 @@ def check_gpu(have: float) -> None:
 
 def are_missing(address: str | None) -> bool:
     """Whether Ray will start on this machine, which has no GPU."""
-    return _starts_here(address) and not _has_gpu()
+    return starts_here(address) and not _has_gpu()
 
 
-def _starts_here(address: str | None) -> bool:
+def starts_here(address: str | None) -> bool:
+    """Whether Ray will start on this machine: none is joined or addressed."""
     ray = sys.modules.get("ray")
     is_joined = ray is not None and ray.is_initialized()
     return not is_joined and (address or os.environ.get("RAY_ADDRESS") or "local") == "local"

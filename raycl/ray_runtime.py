@@ -32,7 +32,7 @@ from ray._private.authentication import authentication_token_setup as tokens
 from ray._private.node import Node
 
 from raycl.errors import ConfigError, RayclError, RunError, first_line
-from raycl.gpus import check_gpus
+from raycl.gpus import check_gpus, starts_here
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -152,7 +152,7 @@ def prestart_ray(address: str | None, *, debug: bool = False) -> None:
 
     Ray starts in this thread, because its processes end with the thread that started them. Raises ``RunError``.
     """
-    if ray.is_initialized() or (address or os.environ.get("RAY_ADDRESS") or "local") != "local":
+    if not starts_here(address):
         return
     with ThreadPoolExecutor(1) as executor:
         importing = executor.submit(import_module, "raycl.models.vision")

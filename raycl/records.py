@@ -55,7 +55,7 @@ class MetricsLog:
     ) -> None:
         self._place, self._check = output / METRICS, check
         self._flush_interval_s = flush_interval_s
-        lines = read_metrics(output) if resume_step is not None and self._place.exists() else []
+        lines = [] if resume_step is None else read_metrics(output)
         self._lines, self._hash = list[str](), LogHash()
         self.failed_at = set[int]()  # of the failures in the lines that are kept
         for line in _until(lines, resume_step or 0, num_rollbacks):
@@ -87,7 +87,12 @@ class MetricsLog:
 
 
 def read_metrics(output: Place) -> list[dict[str, Any]]:
-    """Return the lines of ``metrics.jsonl`` in ``output``, in order; raises ``DataError`` for a damaged one."""
+    """Return the lines of ``metrics.jsonl`` in ``output``, in order, none without a log.
+
+    Raises ``DataError`` for a damaged line.
+    """
+    if not (output / METRICS).exists():
+        return []
     return [
         with_new_names(_parsed(line, f"line {number} of {output / METRICS}"))
         for number, line in enumerate((output / METRICS).read_text().splitlines(), 1)
@@ -114,8 +119,7 @@ def _parsed(line: str, name: str) -> dict[str, Any]:
 
 def wall_seconds(output: Place) -> float:
     """Return the time that a run has taken so far by its last line, 0 for a new one."""
-    lines = read_metrics(output) if (output / METRICS).exists() else []
-    return max((line.get("wall_seconds") or 0.0 for line in lines), default=0.0)
+    return max((line.get("wall_seconds") or 0.0 for line in read_metrics(output)), default=0.0)
 
 
 def failures(output: Place) -> list[dict[str, Any]]:
@@ -126,8 +130,7 @@ def failures(output: Place) -> list[dict[str, Any]]:
 
 def reported_failures(output: Place) -> set[int]:
     """Return when the groups of workers were lost that have a line, in whole seconds since 1970."""
-    lines = read_metrics(output) if (output / METRICS).exists() else []
-    return {line["failed_at"] for line in lines if "failed_at" in line}
+    return {line["failed_at"] for line in read_metrics(output) if "failed_at" in line}
 
 
 def run_name(output: Place) -> str:

@@ -11,7 +11,7 @@ SECOND_MULTIPLIER = 0x94D049BB133111EB
 
 
 def mix(bits: Any) -> Any:
-    """Let every bit of a uint64, or of each of an array, change every other (the finalizer of splitmix64)."""
+    """Mix the bits of a uint64, or of each number of an array (the finalizer of splitmix64)."""
     with np.errstate(over="ignore"):
         bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(FIRST_MULTIPLIER)
         bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(SECOND_MULTIPLIER)

@@ -56,7 +56,7 @@ class Place:
     def __post_init__(self) -> None:
         if ".." in self.path.split("/") or "\0" in self.path:
             raise StorageError(
-                f"{self.path!r} would lead out of {self.root}; mend the file or listing that has this name"
+                f"{self.path!r} would lead out of {self.root}; fix the file or listing with this name"
             )
 
     def __truediv__(self, name: str) -> "Place":

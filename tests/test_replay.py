@@ -24,7 +24,7 @@ from raycl.losses.example_ids import ExampleIds
 from raycl.losses.info_nce import InfoNce
 from raycl.losses.nt_xent import NtXent
 from raycl.losses.objective import Objective, StoreBatch
-from raycl.step_replay.softmax import SideWeights, WatchedObjective, explain, mean_loss
+from raycl.step_replay.softmax import SideWeights, WatchedObjective, explain
 from tests.images import write_digits
 from tests.recorded_runs import record_run, small_config
 from tests.texts import invented_texts
@@ -78,6 +78,12 @@ def check(
         assert side.top_weight[row].tolist()[: len(hardest)] == pytest.approx(
             [others[column] / total for column in hardest], rel=1e-9
         )
+
+
+def mean_loss(sides: list[SideWeights], row_weight: Tensor | None) -> float:
+    """Return the loss of a step: the mean over all queries, weighted by ``row_weight`` [batch], whose mean is 1."""
+    losses = [side.loss if row_weight is None else side.loss * row_weight.cpu() for side in sides]
+    return float(torch.cat(losses).mean())
 
 
 def test_the_weights_of_nt_xent_are_those_of_its_formula() -> None:

@@ -274,7 +274,7 @@ def test_data_sets_without_a_valid_row_are_refused(write: Write) -> None:
     good = write("good", query=["q"], document=["d"])
     bad = write("bad", query=["", "q"], document=["d", None])
     for test, train in ((bad, None), (good, bad)):
-        with pytest.raises(DataError, match="none of the 2 rows of .*bad can be used.*; mend the data"):
+        with pytest.raises(DataError, match="none of the 2 rows of .*bad can be used.*; fix the data"):
             pair_task(test, train, NAMES)
     images = write("images", image=[b"1"], caption=pa.array([[]], pa.list_(pa.string())))
     with pytest.raises(DataError, match="none of the 1 rows of .*images can be used"):

@@ -108,7 +108,7 @@ def test_texts_are_encoded_in_batches_and_an_empty_list_has_no_rows(tmp_path: Pa
 )
 def test_input_that_is_not_text_is_refused(text: Any, cause: str, tmp_path: Path) -> None:
     save(small_config(), tmp_path)
-    with pytest.raises(DataError, match=f"text 2 cannot be used: {cause}.*; leave it out"):
+    with pytest.raises(DataError, match=f"text 2 cannot be used: {cause}.*; remove it"):
         load_texts(tmp_path).encode(["sound", "sound", text], batch_size=2)
 
 

@@ -131,7 +131,7 @@ def test_values_of_this_process_are_embedded_in_order(run: str, connected: list[
     files, _ = digit_files(50)
     found = embed_values(files, read_encoder(run), quiet=True)
     torch.testing.assert_close(found, expected(run, 50), rtol=0, atol=1e-5)
-    with pytest.raises(DataError, match=r"1 of 51 rows are invalid \(.*not an image\)\); mend them"):
+    with pytest.raises(DataError, match=r"1 of 51 rows are invalid \(.*not an image\)\); fix or remove them"):
         embed_values([*files, b"broken"], read_encoder(run), quiet=True)
     assert connected == []
 

@@ -49,17 +49,17 @@ def serve(
     """Explore the bank of a live run in a browser: neighbors, ages, norms."""
     secret = _secret(token)
     connect(address, debug, bank=name)
-    from raycl.serve.deployment import head_address, is_loopback, served
+    from raycl.serve.deployment import head_address, served
     from raycl.serve.target import find_target
 
     target = find_target(name, run=run, data=data, token=secret)
 
-    if not is_loopback(host):
+    if not _is_loopback(host):
         _warn_of(host, port)
     with _until_signal(), served(target, host, port) as route:
         head, is_here = head_address()
         print(f"bank {name}: {_url(host, head, port, route, secret)}", flush=True)
-        if is_loopback(host) and not is_here:
+        if _is_loopback(host) and not is_here:
             print(
                 f"the URL is valid on the head node, {head}; from here: ssh -L {port}:127.0.0.1:{port} {head}",
                 flush=True,
@@ -99,12 +99,21 @@ def explore(
             f"cannot listen on {host}:{port}: {error}; give another --port or --host"
         ) from error
     with listening, _until_signal():
-        if host not in ("localhost", "127.0.0.1", "::1"):
+        if not _is_loopback(host):
             _warn_of(host, port)
         print(f"run {run}: {_url(host, socket.gethostname(), port, '/', secret)}", flush=True)
         print("press Ctrl-C to close", flush=True)
         # A logged URL may contain the token.
         uvicorn.Server(uvicorn.Config(app, log_level="error", access_log=False)).run(sockets=[listening])
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether an address is reachable from its own machine only."""
+    if host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
 
 
 def _secret(token: str | None) -> str:

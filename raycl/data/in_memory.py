@@ -60,7 +60,7 @@ class InMemoryDataset:
         )
 
     def arrow_rows(self, positions: NDArray[np.int64]) -> pa.RecordBatch:
-        """Copy the rows at these positions, with all their columns; no positions give the contents alone."""
+        """Copy the rows at these positions, with all their columns; without positions, an empty batch of the contents."""
         if not len(positions):
             return pa.record_batch(store_all(self._formats, {role: [] for role in self._formats}))
         # Slices are views, so each row is copied once. `take` on a table would concatenate all parts first.

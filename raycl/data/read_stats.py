@@ -52,13 +52,13 @@ class ReadStats:
     def check(self, max_invalid_fraction: float | None, *, min_rows: int = 0) -> None:
         """Raise ``DataError`` if more than this fraction of at least ``min_rows`` rows is invalid.
 
-        None allows no invalid row, where no setting would allow some.
+        With None, no invalid row is allowed, and no setting can change that.
         """
         if self.num_rows < min_rows or self.num_invalid <= (max_invalid_fraction or 0) * self.num_rows:
             return
         found = f"{self.num_invalid} of {self.num_rows} rows are invalid ({self.describe_invalid()})"
         if max_invalid_fraction is None:
-            raise DataError(f"{found}; mend them or leave them out")
+            raise DataError(f"{found}; fix or remove them")
         raise DataError(
             f"{found}, more than the fraction {max_invalid_fraction:g} allowed; "
             "fix the data or raise data.max_invalid_fraction"

@@ -106,7 +106,7 @@ def _profile_tower(
 
 @torch.no_grad()
 def _bytes_to_encode(config: RunConfig, tower: Tower, make_inputs: Callable[[int], Tensor]) -> float:
-    """Return the bytes of a row in a forward pass without a graph, rather too many."""
+    """Return an upper estimate of the bytes of a row in a forward pass without a graph."""
 
     def peak(num_rows: int) -> float:
         rows = make_inputs(num_rows)

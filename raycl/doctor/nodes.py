@@ -3,8 +3,6 @@
 This module must not import torch: tasks on every node import it.
 """
 
-import functools
-import hashlib
 import platform
 import socket
 import time
@@ -20,6 +18,7 @@ import ray
 from ray import exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raycl.chain import code_hash
 from raycl.errors import last_line
 
 TIMEOUT_S = 60.0  # Ray may need ten seconds to start a process on a busy node
@@ -133,17 +132,8 @@ def versions() -> dict[str, str]:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = "not installed"
-    found["raycl"] += f" ({_fingerprint()})"
+    found["raycl"] += f" ({code_hash()[:8]})"
     return found
-
-
-@functools.cache
-def _fingerprint() -> str:
-    root = Path(__file__).parent.parent
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
-    return digest.hexdigest()[:8]
 
 
 def _memory() -> tuple[float, float]:

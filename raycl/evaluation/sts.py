@@ -114,7 +114,7 @@ def _texts(table: pa.Table, name: str, where: str, first: int) -> list[str]:
             values[row - first] = read_text(value)
         except InvalidTextError as error:
             raise DataError(
-                f"row {row} of {where} has a {name} that cannot be used: {error}; mend it or leave the row out"
+                f"row {row} of {where} has a {name} that cannot be used: {error}; fix it or remove the row"
             ) from None
     return values
 

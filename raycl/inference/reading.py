@@ -120,7 +120,7 @@ class Values:
         if not is_valid.any():
             raise DataError(
                 f"none of the {len(is_valid)} rows of {uri} can be used: texts, images, labels or ids are missing, "
-                "or texts are invalid UTF-8; mend the data or name other columns with --set data.columns"
+                "or texts are invalid UTF-8; fix the data or name other columns with --set data.columns"
             )
         return Values(
             by_role={role: list(compress(values, is_valid)) for role, values in self.by_role.items()},

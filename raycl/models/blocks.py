@@ -26,7 +26,7 @@ def learning_rate_scales(encoder: nn.Module, decay: float) -> dict[nn.Parameter,
     """Return the factor of the learning rate of each parameter, which decays towards the input (Bao et al., 2022).
 
     With n blocks, block i (from 0) has ``decay ** (n - i)``, and the embeddings of patches, tokens and
-    positions have ``decay ** (n + 1)``. What follows the blocks has no factor, nor has a network without blocks.
+    positions have ``decay ** (n + 1)``. Layers after the blocks have no factor; a network without blocks has none at all.
     """
     blocks = transformer_blocks(encoder)
     layer_of = {each: index + 1 for index, block in enumerate(blocks) for each in block.parameters()}

@@ -115,7 +115,7 @@ class TextEncoder(nn.Module):
             try:
                 prompted.append(self.spec.prompt + read_text(text))
             except InvalidTextError as error:
-                raise DataError(f"text {place} cannot be used: {error}; leave it out") from None
+                raise DataError(f"text {place} cannot be used: {error}; remove it") from None
         rows = self.tokenizer.encode(prompted, self.spec.max_tokens)
         return torch.from_numpy(padded_rows(rows)).to(_device_of(self))
 
@@ -265,7 +265,7 @@ def _decode(image: Any, image_format: ImageFormat, position: int) -> NDArray[np.
     try:
         return image_format.decode(image if path is None else Place(str(path)).read_bytes())[0]
     except (InvalidImageError, StorageError) as error:
-        raise DataError(f"{name} cannot be used: {error}; leave it out or mend it") from None
+        raise DataError(f"{name} cannot be used: {error}; fix or remove it") from None
 
 
 def _read_spec(text: str) -> ImageEncoderSpec | TextEncoderSpec:

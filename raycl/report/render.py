@@ -20,7 +20,9 @@ def render_template(name: str, **values: Any) -> str:
     )
     environment.filters["breakable"] = _breakable
     style = Markup(_template("style.css"))
-    return environment.get_template(name).render(style=style, **values)
+    page = environment.get_template(name).render(style=style, **values)
+    # Lone surrogates, for example from file names that are not UTF-8, cannot be encoded.
+    return page.encode("utf-8", "replace").decode("utf-8")
 
 
 def _breakable(text: object) -> Markup:

@@ -10,11 +10,9 @@ from raycl.config.overrides import config_from_yaml
 from raycl.embedding_snapshot import FIRST, LATEST, EmbeddingSnapshot, ProbeSet, read_probe_set, read_snapshot
 from raycl.errors import DataError
 from raycl.provenance import read_commands
-from raycl.records import METRICS, RESULT, run_name, with_new_names
+from raycl.records import CONFIG, DATA, METRICS, RESULT, run_name, with_new_names
 from raycl.report.history import History, read_history
 from raycl.storage import Place
-
-CONFIG, DATA = "config.yaml", "data.json"
 
 
 @final

@@ -1,7 +1,6 @@
 """The explorer on Ray Serve: one small replica on the driver's node, one proxy on the head."""
 
 import contextlib
-import ipaddress
 import logging
 import os
 import re
@@ -78,15 +77,6 @@ def served(target: ServeTarget, host: str, port: int) -> Iterator[str]:
         yield f"{route.rstrip('/')}/"
     finally:
         _end(name, is_ours)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address is reachable from its own machine only."""
-    if host == "localhost":
-        return True
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return False
 
 
 def head_address() -> tuple[str, bool]:

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, final
 
-from raycl.chain import CHAIN, START, sha256_of_files
+from raycl.chain import CHAIN, sha256_of_files
 from raycl.display import Displayable, Table
 from raycl.errors import ConfigError, DataError
 from raycl.lease import writing
 from raycl.records import METRICS, RESULT
-from raycl.step_replay.check import Check, checked
-from raycl.step_replay.check_history import History
+from raycl.step_replay.check_history import ChainedHistory, Check, checked
 from raycl.step_replay.check_rows import DrawnRows
 from raycl.step_replay.recompute import RecomputedStep, RecomputedSteps
 from raycl.step_replay.record import read_record
@@ -110,7 +109,7 @@ def certify(run: str, *, steps: int = 4, data: Sequence[str] = ()) -> Certificat
     if steps < 0:
         raise ConfigError(f"--steps must be at least 0, got {steps}")
     record = read_record(run, data=data)
-    history = History(record)
+    history = ChainedHistory(record)
     checks = list(history.checks())
     recomputed: list[RecomputedStep] = []
     epochs: list[dict[str, int]] = []
@@ -126,7 +125,7 @@ def certify(run: str, *, steps: int = 4, data: Sequence[str] = ()) -> Certificat
             checks += [*drawn.checks(), checked("steps", lambda: again.check(steps))]
             recomputed, epochs = again.steps, drawn.epochs
     last = history.links[-1] if history.links else {}
-    made = [link for link in history.links if link["kind"] == START]
+    made = history.starts
     return Certificate(
         run=run,
         recipe=record.config.recipe,
@@ -153,7 +152,7 @@ def check_certificate(file: str, run: str | None = None) -> Certificate:
         return Certificate(**_known(values) | {"checks": checks, "recomputed": [], "proves": ""})
     output = absolute(run) if run is not None else place.beside("").uri
     record = read_record(output)
-    history = History(record)
+    history = ChainedHistory(record)
     checks += [checked("same run", lambda: _check_same(record.output, values)), *history.checks()]
     earlier = [Check(**each) for each in values["checks"]]
     checks += [
@@ -166,7 +165,7 @@ def check_certificate(file: str, run: str | None = None) -> Certificate:
 
 
 def _statement(
-    history: History,
+    history: ChainedHistory,
     checks: Sequence[Check],
     recomputed: Sequence[RecomputedStep],
     epochs: Sequence[Mapping[str, int]],

@@ -2,18 +2,38 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, final
 
 from raycl.chain import CHAIN, CHECKPOINT, END, START, kept_links, log_heads, read_chain, sha256_of_files
-from raycl.errors import DataError
+from raycl.errors import ConfigError, DataError
 from raycl.records import CHECKPOINTS, METRICS, RESULT, STATE, complete_checkpoints
-from raycl.step_replay.check import Check, checked
 from raycl.step_replay.record import RecordedRun
 
 
 @final
-class History:
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """The result of one check: ``passed`` is None if the run does not allow it."""
+
+    name: str
+    passed: bool | None
+    text: str
+
+
+def checked(name: str, work: Callable[[], str]) -> Check:
+    """Return the result of a check, which raises ``DataError`` if it fails, and ``ConfigError`` if it cannot be made."""
+    try:
+        return Check(name=name, passed=True, text=work())
+    except DataError as error:
+        return Check(name=name, passed=False, text=str(error))
+    except ConfigError as error:
+        return Check(name=name, passed=None, text=str(error))
+
+
+@final
+class ChainedHistory:
     """The chain of a run and the files that it binds; needs neither data nor torch."""
 
     def __init__(self, run: RecordedRun) -> None:

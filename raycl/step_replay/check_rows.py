@@ -9,8 +9,7 @@ import numpy as np
 from raycl.chain import hash_of_draw
 from raycl.data.fingerprint import fingerprint
 from raycl.errors import ConfigError, DataError
-from raycl.step_replay.check import Check, checked
-from raycl.step_replay.check_history import History
+from raycl.step_replay.check_history import ChainedHistory, Check, checked
 from raycl.step_replay.find import drawn_batches
 from raycl.step_replay.rows import RunRows
 
@@ -19,7 +18,7 @@ from raycl.step_replay.rows import RunRows
 class DrawnRows:
     """The rows of a run, and how often each epoch drew them."""
 
-    def __init__(self, history: History, rows: RunRows) -> None:
+    def __init__(self, history: ChainedHistory, rows: RunRows) -> None:
         self._history, self._rows = history, rows
         self.epochs: list[dict[str, int]] = []
 

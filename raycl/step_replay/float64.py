@@ -6,7 +6,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from raycl.losses.objective import Partition, StoreBatch
 from raycl.step_replay.restore import BeforeStep
@@ -38,14 +37,6 @@ def widen(runner: StepRunner) -> None:
     for moments in state.optimizer.state.values():
         moments.update({name: _wide(value) for name, value in moments.items() if name != "step"})
     runner.store = _WideStore(runner.store)
-
-
-def has_dropout(runner: StepRunner) -> bool:
-    """Whether the networks of a run drop anything in training."""
-    state = runner.state
-    networks = filter(None, (state.tower, state.prediction_head, state.momentum_encoder))
-    layers = [layer for network in networks for layer in network.modules()]
-    return any(isinstance(layer, _DropoutNd) and layer.p > 0 for layer in layers)
 
 
 def in_float64(views: Views) -> Views:

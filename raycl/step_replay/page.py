@@ -22,7 +22,7 @@ def render_step(found: "ReplayedStep") -> str:
         ("temperature", f"{found.temperature:.4g}", found.objective),
         ("learning rate", f"{found.learning_rate:.4g}", f"epoch {found.epoch}, stage {found.stage}"),
     ]
-    page = render_template(
+    return render_template(
         "replay.html.jinja",
         command="replay",
         title=f"step {found.step:,} of {found.run}",
@@ -30,5 +30,3 @@ def render_step(found: "ReplayedStep") -> str:
         headline=headline,
         queries=queries[:NUM_QUERIES],
     )
-    # Lone surrogates, for example from file names that are not UTF-8, cannot be encoded.
-    return page.encode("utf-8", "replace").decode("utf-8")

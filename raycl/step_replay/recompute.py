@@ -9,12 +9,13 @@ from raycl.chain import CHAIN, START
 from raycl.errors import ConfigError, DataError
 from raycl.gpus import available_cores
 from raycl.records import complete_checkpoints
-from raycl.step_replay.check_history import History
-from raycl.step_replay.float64 import has_dropout, losses_in_float64
+from raycl.step_replay.check_history import ChainedHistory
+from raycl.step_replay.float64 import losses_in_float64
 from raycl.step_replay.restore import train_until
 from raycl.step_replay.rows import RunRows
 from raycl.training.checkpoint import numbers_of
 from raycl.training.process import prepared_process
+from raycl.training.virtual_workers import has_dropout
 
 _EXACT = 1e-5  # relative difference of a loss in float32 right after a checkpoint
 _AFTER_UPDATE = 2e-4  # of the loss after one update in float32
@@ -43,7 +44,7 @@ class RecomputedStep:
 class RecomputedSteps:
     """The steps of a run that can be computed again, and those that were."""
 
-    def __init__(self, history: History, rows: RunRows) -> None:
+    def __init__(self, history: ChainedHistory, rows: RunRows) -> None:
         self._history, self._rows = history, rows
         self.steps: list[RecomputedStep] = []
 
@@ -99,7 +100,7 @@ class RecomputedSteps:
         before = train_until(self._rows, first, workers=start["workers"])
         if before.first_step != first:
             raise ConfigError(f"the state before step {first:,} cannot be read")
-        if start["device"] != "cpu" and has_dropout(before.runner):
+        if start["device"] != "cpu" and has_dropout(before.runner.state):
             raise ConfigError("the run drew dropout on a GPU, whose random numbers a CPU does not repeat")
         found = []
         for updates, loss in enumerate(losses_in_float64(before, len(losses))):

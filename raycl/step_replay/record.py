@@ -9,7 +9,7 @@ from raycl.config import RunConfig
 from raycl.config.overrides import config_from_yaml
 from raycl.errors import ConfigError, DataError
 from raycl.models.registry import OWN, SPEC, check_trusted
-from raycl.records import CONFIG, DATA, METRICS, ROLLBACK, read_metrics, read_result
+from raycl.records import CONFIG, DATA, RESULT, ROLLBACK, read_metrics, read_result
 from raycl.storage import Place, absolute
 
 
@@ -71,7 +71,7 @@ def read_record(run: str, *, data: Sequence[str] = ()) -> RecordedRun:
         raise DataError(f"{run} holds no run: there is no {CONFIG}; give the --output of a run")
     config = config_from_yaml(place.read_text(), name=place.uri, trained=True)
     described = _read_json(output / DATA)
-    lines = read_metrics(output) if (output / METRICS).exists() else []
+    lines = read_metrics(output)
     classes = described.get("classes")
     return RecordedRun(
         output=output,
@@ -83,7 +83,7 @@ def read_record(run: str, *, data: Sequence[str] = ()) -> RecordedRun:
         classes=None if classes is None else tuple(classes),
         lines=_without_undone(lines),
         rollback_steps=tuple(line["step"] for line in lines if line.get("event") == ROLLBACK),
-        result=read_result(output) if (output / "result.json").exists() else {},
+        result=read_result(output) if (output / RESULT).exists() else {},
     )
 
 

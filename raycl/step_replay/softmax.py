@@ -24,8 +24,15 @@ from raycl.losses.objective import Objective, StoreBatch
 from raycl.losses.tiled import spans
 
 _LOSSES = {"nt_xent", "info_nce", "clip"}
+_STORED = (
+    "key",
+    "negatives",
+    "negative_id",
+    "negative_name",
+    "negative_step",
+)  # copied, without partition functions
 _BLOCK_ROWS = 128  # queries whose logits are held at a time
-Place = Literal["batch", "explicit", "stored"]
+CandidateKind = Literal["batch", "explicit", "stored"]
 
 
 class LossInputs(NamedTuple):
@@ -48,16 +55,10 @@ class WatchedObjective:
         """Return the loss."""
         self.calls.append(
             LossInputs(
-                _copy(query),
-                None if key is None else _copy(key),
+                query.detach().clone(),
+                _copy(key),
                 # The queue's memory changes after the step.
-                StoreBatch(
-                    key=None if stored.key is None else _copy(stored.key),
-                    negatives=None if stored.negatives is None else _copy(stored.negatives),
-                    negative_id=None if stored.negative_id is None else _copy(stored.negative_id),
-                    negative_name=None if stored.negative_name is None else _copy(stored.negative_name),
-                    negative_step=None if stored.negative_step is None else _copy(stored.negative_step),
-                ),
+                replace(StoreBatch(), **{name: _copy(getattr(stored, name)) for name in _STORED}),
                 ids,
             )
         )
@@ -68,14 +69,14 @@ class WatchedObjective:
         return self.objective.collapsed_loss(batch_size=batch_size, stored=stored)
 
 
-def _copy(rows: Tensor) -> Tensor:
-    return rows.detach().clone()
+def _copy(rows: Tensor | None) -> Tensor | None:
+    return None if rows is None else rows.detach().clone()
 
 
 class Candidate(NamedTuple):
     """A row that a query is compared with: number ``row`` of the batch's view ``view``, or of other negatives."""
 
-    place: Place
+    place: CandidateKind
     row: int
     view: int = 0
 
@@ -172,12 +173,6 @@ def explain(watched: WatchedObjective, *, top: int) -> tuple[list[SideWeights], 
     else:
         sides = [_side_of_queries(inputs, in_batch=objective.in_batch, of_pairs=objective.pairs)]
     return [_weights(side, temperature, top) for side in sides], temperature
-
-
-def mean_loss(sides: Sequence[SideWeights], row_weight: Tensor | None) -> float:
-    """Return the loss of a step: the mean over all queries, weighted by ``row_weight`` [batch], whose mean is 1."""
-    losses = [side.loss if row_weight is None else side.loss * row_weight.cpu() for side in sides]
-    return float(torch.cat(losses).mean())
 
 
 def _weights(side: Side, temperature: float, top: int) -> SideWeights:

@@ -33,13 +33,9 @@ def embedding_of(
 
     Raises ``ConfigError`` for a network with dropout and BatchNorm whose rows of each worker are unknown.
     """
-    networks = [
-        each for each in (state.tower, state.prediction_head, state.momentum_encoder) if each is not None
-    ]
-    has_batchnorm = any(_has(network, _BatchNorm) for network in networks)
-    has_dropout = any(_has(network, _DropoutNd) for network in networks)
+    has_batchnorm = _has(state, _BatchNorm)
     is_local = has_batchnorm and config.batchnorm in ("local", "local_view")
-    if num_workers == 1 or not (has_dropout or is_local):
+    if num_workers == 1 or not (has_dropout(state) or is_local):
         return None
     if is_local or not has_batchnorm:
         return partial(embed_as_workers, state, seed=config.seed, num_workers=num_workers)
@@ -55,7 +51,9 @@ def embedding_of(
         raise ConfigError(
             f"one process cannot repeat the dropout of {num_workers} workers with {how}; replay a run with workers=1"
         )
-    masks = WorkerDropout(networks, num_workers=num_workers, seed=config.seed, in_turn=not has_shuffled)
+    masks = WorkerDropout(
+        _networks(state), num_workers=num_workers, seed=config.seed, in_turn=not has_shuffled
+    )
     return partial(masks.embed, state)
 
 
@@ -190,6 +188,15 @@ def _generator(rows: Tensor) -> Any:
     return torch.cuda if rows.is_cuda else torch
 
 
-def _has(network: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a network has layers of a kind; dropout counts if it drops anything."""
-    return any(isinstance(each, kind) and getattr(each, "p", 1.0) > 0 for each in network.modules())
+def has_dropout(state: TrainState) -> bool:
+    """Whether a network of a run drops anything in training."""
+    return _has(state, _DropoutNd)
+
+
+def _networks(state: TrainState) -> list[nn.Module]:
+    return [each for each in (state.tower, state.prediction_head, state.momentum_encoder) if each is not None]
+
+
+def _has(state: TrainState, kind: type[nn.Module]) -> bool:
+    layers = (layer for network in _networks(state) for layer in network.modules())
+    return any(isinstance(each, kind) and getattr(each, "p", 1.0) > 0 for each in layers)
