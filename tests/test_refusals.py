@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 import raycl
 from raycl.config.overrides import config_to_yaml
 from raycl.data.columns import ColumnNames
-from raycl.data.sources import Source, find_source
+from raycl.data.sources import Source, check_output_is_outside, find_source
 from raycl.errors import ConfigError, DataError, RayclError
 from raycl.evaluation.classification import evaluate
 from raycl.gpus import accelerators, are_missing, check_accelerator, check_bfloat16
@@ -44,6 +45,9 @@ REFUSED = {
     f"{DIGITS} --batch-size 128": "larger than the 100 rows",
     "train supcon --data unlabeled --output new --set data.image_size=16": "loss supcon needs labels, but",
     "train simclr --data splits --output new --batch-size 2": "splits holds a data set in 2 splits; give --data ",
+    "train simclr --data splits/train --output splits/train/new --batch-size 2": "the output splits/train/new lies in the "
+    "data at splits/train, which could not be read again beside other files; give an --output outside of that folder",
+    f"{EMBED} --data splits/train --output splits/train": "the output splits/train lies in the data at splits/train, ",
     f"{DIGITS} --set encoder.name=resnet19": "own; did you mean resnet18?",
     f"{DIGITS} --gpu --workers 2": "--gpu takes one GPU per worker: 2 needed, but the cluster has 0",
     "train clip --data captions --output new --set text_encoder.name=bert "
@@ -205,6 +209,31 @@ def test_python_functions_refuse_the_same_input(tmp_path: Path, monkeypatch: pyt
     # A module of the same name replaces the function.
     monkeypatch.setattr("raycl.training.preflight.check_sizes", lambda *_: None)
     assert train(config, data=[digits], output=output, encoder=object()) == "admitted"  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("output", "is_inside"),
+    [
+        ("s3://bucket/images/run", True),
+        ("s3://bucket/images/?scheme=http", True),
+        ("s3://bucket/images-run", False),
+        ("s3://bucket", False),
+        ("images/cat/run", True),
+        ("images/../run", False),
+        ("link/run", True),
+        ("file/run", False),
+    ],
+)
+def test_an_output_inside_a_folder_of_data_is_refused(
+    output: str, is_inside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "images").mkdir()
+    (tmp_path / "link").symlink_to("images")
+    monkeypatch.setattr("raycl.storage.Place.is_folder", lambda place: place.name != "file")
+    data = ["file", "s3://bucket/images?scheme=http", "images"]
+    with pytest.raises(ConfigError, match="lies in the data at") if is_inside else nullcontext():
+        check_output_is_outside(output, data)
 
 
 def test_only_a_local_ray_is_known_to_have_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from raycl.data.patterns import expand, folder_of, is_pattern
 from raycl.data.tables import TableFile, TableFormat, reading, roles_in
 from raycl.data.tar_tables import TarTables
 from raycl.data.weights import check_weight_columns
-from raycl.errors import DataError
+from raycl.errors import ConfigError, DataError
 from raycl.storage import Place, absolute
 
 ROWS_PER_FRAGMENT = 2_048
@@ -260,6 +260,21 @@ def check_exists(uri: str) -> None:
                 raise DataError(
                     f"{place} is a folder, but the pattern {uri} must name files; give the folder"
                 )
+
+
+def check_output_is_outside(output: str, data: Iterable[str]) -> None:
+    """Raise ``ConfigError`` if an output lies in a folder of data, which its files would make unreadable."""
+    for uri in data:
+        if f"{_real(output)}/".startswith(f"{_real(uri)}/") and Place(absolute(uri)).is_folder():
+            raise ConfigError(
+                f"the output {output} lies in the data at {uri}, which could not be read again beside other files; "
+                "give an --output outside of that folder"
+            )
+
+
+def _real(uri: str) -> str:
+    """Return an address without options and links, to compare it."""
+    return uri.partition("?")[0].rstrip("/") if "://" in uri else os.path.realpath(absolute(uri))
 
 
 def check_no_splits(source: Source) -> None:
