@@ -17,7 +17,14 @@ from raycl.data.decode import map_fragments
 from raycl.data.ids import is_missing, stable_id
 from raycl.data.labels import NO_LABEL
 from raycl.data.read_stats import ReadStats
-from raycl.data.sources import Fragment, Source, check_output_is_outside, find_source, plain_values
+from raycl.data.sources import (
+    Fragment,
+    Source,
+    check_no_splits,
+    check_output_is_outside,
+    find_source,
+    plain_values,
+)
 from raycl.errors import DataError
 from raycl.lease import writing_new
 from raycl.ray_runtime import connect_cluster, unwrap_ray_errors
@@ -34,11 +41,13 @@ def pack_images(
 
     Many small files read slowly, above all from S3. Columns: ``image``, ``label`` (the name of the
     class folder), ``sample_id``, ``path``. Invalid images are copied too, and an
-    unreadable file becomes a missing image; training counts them. Raises ``StorageError`` if the output exists.
+    unreadable file becomes a missing image; training counts them. Raises ``StorageError`` if the output exists,
+    ``DataError`` for a folder of splits.
     """
     check_output_is_outside(output, [data])
     with writing_new(output) as place:
         source = find_source(data)
+        check_no_splits(source)
         connect_cluster(address, debug=debug)
         filesystem, path = place.resolve()
         with unwrap_ray_errors():

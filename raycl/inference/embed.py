@@ -19,7 +19,7 @@ from raycl.data.decode import Decoder, decode_dataset, decode_here, decode_sourc
 from raycl.data.ids import IdFormat
 from raycl.data.in_memory import Batch, InMemoryDataset, pixels_of, tokens_of
 from raycl.data.read_stats import ReadStats
-from raycl.data.sources import Source, find_source
+from raycl.data.sources import Source, check_no_splits, find_source
 from raycl.data.texts import TextFormat
 from raycl.distributed.device_copy import upload
 from raycl.evaluation.embed import embed
@@ -62,8 +62,8 @@ def embed_to_parquet(
     ``index="faiss"`` also writes ``_index.faiss`` to the folder: an exact FAISS index of the rows by cosine, whose
     ids are the sample ids. This process then holds all representations in memory once. A run that trained your own
     module needs it as ``network``. Returns the read statistics, with invalid rows by cause. Raises ``StorageError``
-    if the output exists, ``ConfigError`` if FAISS is not installed, and ``DataError`` if too many rows are invalid,
-    which leaves nothing at the output.
+    if the output exists, ``ConfigError`` if FAISS is not installed, and ``DataError`` for a folder of splits or if
+    too many rows are invalid, which leaves nothing at the output.
     """
     check_index(index)
     run, data, output = os.fspath(run), os.fspath(data), os.fspath(output)
@@ -72,6 +72,7 @@ def embed_to_parquet(
         (saved,) = read_encoders(run, [side], network=network)
         encoder = saved.build(network)
         source = find_source(data, columns_for(encoder, columns))
+        check_no_splits(source)
         connect_unless_small(source.num_rows * row_bytes(encoder), gpu=gpu, address=address, debug=debug)
         with counting_decoder(
             {**formats_of(encoder), **{role: IdFormat() for role in IDS if role in source.columns.contents}},
