@@ -473,9 +473,9 @@ def _named(table: TableFile, columns: ColumnNames) -> pa.Schema:
 def _ignored_label(schemas: Sequence[pa.Schema], columns: ColumnNames) -> str:
     """Return the type of a column ``label`` that was not asked for and cannot be one; empty without such a column.
 
-    Such labels of pairs are not ignored, since unclicked documents would become positives.
+    Grades are not ignored, since unclicked documents would become positives.
     """
-    if "label" not in columns.usual or columns.query is not None:
+    if "label" not in columns.usual or columns.labels_are_grades:
         return ""
     kinds = [schema.field("label").type for schema in schemas if schema.names.count("label") == 1]
     return next((str(kind) for kind in kinds if not columns.can_be_label(kind)), "")
