@@ -504,7 +504,7 @@ def test_a_missing_column_is_an_error_that_lists_the_existing_columns(role: str)
 
 
 STRINGS = [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string()), pa.null()]
-BYTES = [pa.binary(), pa.large_binary(), pa.binary(4)]
+BYTES = [pa.binary(), pa.large_binary(), pa.binary(4), pa.binary_view()]
 INTEGERS = [pa.int8(), pa.uint64(), pa.int64()]
 LISTS = [pa.list_(pa.string()), pa.large_list(pa.binary()), pa.list_(pa.string(), 2)]
 ID_LISTS = [pa.list_(pa.int64()), pa.large_list(pa.string()), pa.list_(pa.uint8(), 3), pa.null()]

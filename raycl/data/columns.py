@@ -139,7 +139,7 @@ def is_list(kind: pa.DataType) -> bool:
 
 
 def _is_bytes(kind: pa.DataType) -> bool:
-    is_binary = pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+    is_binary = pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind)
     return is_binary or pa.types.is_fixed_size_binary(kind) or pa.types.is_null(kind)  # null: an empty file
 
 
