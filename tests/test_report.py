@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from matplotlib.axes import Axes
 
+from raycl.config.overrides import parse_setting
 from raycl.embedding_snapshot import (
     EDGES,
     LATEST,
@@ -159,12 +160,22 @@ def test_long_paths_break_after_slashes_and_are_escaped(tmp_path: Path) -> None:
         ("nnclr", "the nearest rows of the queue", "in the batch"),
         ("moco_v2", None, "queue"),
         ("sogclr", None, "the whole data set, by partition functions"),
+        ("two_tower", None, "in the batch and explicit ones where pairs have them"),
+        ("two_tower negatives.explicit=false", None, "in the batch"),
+        (
+            "two_tower negatives.in_batch=false negatives.explicit=false stages.0.loss=info_nce negatives.mined.num=2",
+            None,
+            "mined",
+        ),
+        ("simcse negatives.mined.num=2", None, "in the batch and mined"),
     ],
 )
-def test_the_facts_of_a_run_say_for_what_its_store_is_used(
+def test_the_facts_of_a_run_say_which_negatives_it_has_and_for_what_its_store_is_used(
     method: str, positives: str | None, negatives: str, tmp_path: Path
 ) -> None:
-    facts = dict(run_facts(read_run(str(write_run(tmp_path, method=method)))))
+    name, *settings = method.split()
+    run = write_run(tmp_path, method=name, settings=dict(map(parse_setting, settings)))
+    facts = dict(run_facts(read_run(str(run))))
     assert (facts.get("Positives"), facts["Negatives"]) == (positives, negatives)
 
 
@@ -600,6 +611,10 @@ def test_a_run_that_fails_gets_a_page_and_a_refused_run_does_not(tmp_path: Path)
         raise RunError("a worker was lost")
     page = tmp_path / "report.html"
     assert "a worker was lost" in page.read_text()
+    page.unlink()
+    with pytest.raises(RunError), reported(str(tmp_path)):  # the resumed run fails with the same text
+        write_run(tmp_path, result={"status": "failed", "error": "a worker was lost"})
+        raise RunError("a worker was lost")
     page.unlink()
     with pytest.raises(ConfigError), reported(str(tmp_path)):
         raise ConfigError("the output holds a run already")
