@@ -75,6 +75,9 @@ REFUSED = {
     "negatives.mined.num=1": "negatives.mined searches the documents of one data set, and there are 2; give one",
     "demo --output earlier_demo": "holds an earlier demo",
     "demo --output demo --epochs 0": "stages.0.epochs",
+    "demo --output demo --workers 0": "Invalid value for '--workers': Input should be greater than or equal to 1",
+    f"{EMBED} --set data.columns.image=0": "data.columns.image must be the name of a column, got 0; quote a name: "
+    "--set 'data.columns.image=\"NAME\"'",
     "train --data digits.parquet --output new": "give a recipe, or --like with one of lightly:simclr, ",
     "train --like lightly:magic --data digits.parquet --output new": "unknown configuration 'lightly:magic' of "
     "another library; there are lightly:simclr, open_clip:vit-b-32, st:mnrl",
