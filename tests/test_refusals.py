@@ -280,12 +280,21 @@ def test_bfloat16_is_refused_if_no_gpu_supports_it() -> None:
 
 def test_a_run_says_which_files_and_labels_it_ignores() -> None:
     lines = list[str]()
-    source: Any = SimpleNamespace(uri="sentences", ignored=((".md", 2),), ignored_label="double")
+    source = Source(
+        uri="sentences",
+        kind="parquet",
+        fragments=(),
+        columns=ColumnNames(image=None, text="text"),
+        classes=None,
+        has_labels=False,
+        ignored=((".md", 2),),
+        ignored_label="double",
+    )
     run: Any = SimpleNamespace(config=recipe("simcse"), sources=(source,))
     data: Any = SimpleNamespace(can_be_evaluated=False)
     _report_skipped(data, run, lines.append)
     assert lines == [
-        "ignored files that are not images: 2 .md",
+        "files not read in sentences: 2 .md",
         "ignored the column 'label' of sentences: it holds double, not integers or text",
         "the samples have no labels: no periodic kNN",
     ]

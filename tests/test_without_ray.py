@@ -108,6 +108,25 @@ def test_splits_are_not_evaluated_embedded_or_packed_as_classes(run: str, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("connected")
+def test_the_files_that_are_not_read_are_named(
+    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files, labels = digit_files(40)
+    for number, (content, label) in enumerate(zip(files, labels, strict=True)):
+        path = tmp_path / "digits" / str(label) / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    (tmp_path / "digits" / "notes.md").touch()
+    data, line = str(tmp_path / "digits"), f"files not read in {tmp_path / 'digits'}: 1 .md"
+    embed_to_parquet(run, data, tmp_path / "quiet", quiet=True)
+    assert "not read" not in capsys.readouterr().err
+    embed_to_parquet(run, data, tmp_path / "rows")
+    assert line in capsys.readouterr().err.splitlines()
+    evaluate("knn", run=run, train=data, test=data, baseline=False)
+    assert capsys.readouterr().err.splitlines().count(line) == 2
+
+
 def test_a_column_label_of_other_values_has_no_classes(run: str, tmp_path: Path) -> None:
     images = pa.array(digit_files(4)[0], pa.binary())
     pq.write_table(pa.table({"image": images, "label": [0.5] * 4}), tmp_path / "a.parquet")

@@ -158,6 +158,17 @@ class Source:
         names = self.classes or self.label_names or ()
         return names[label] if 0 <= label < len(names) else str(label)
 
+    def unread(self) -> list[str]:
+        """Return a line about the files that are not read, and one about such a column of labels, if there are any."""
+        lines = []
+        if self.ignored:
+            counts = ", ".join(f"{count} {ending}" for ending, count in self.ignored)
+            lines.append(f"files not read in {self.uri}: {counts}")
+        if self.ignored_label:
+            held = f"it holds {self.ignored_label}, not integers or text"
+            lines.append(f"ignored the column 'label' of {self.uri}: {held}")
+        return lines
+
     def with_classes(self, classes: tuple[str, ...]) -> "Source":
         """Return the same rows with labels that number ``classes``, which contain the own names."""
         numbers = [classes.index(name) for name in self.classes or ()]

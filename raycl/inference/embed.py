@@ -27,7 +27,7 @@ from raycl.gpus import check_gpu
 from raycl.inference.encoder import read_encoders
 from raycl.inference.index import write_index
 from raycl.inference.preflight import check_index, check_inputs
-from raycl.inference.reading import connect_unless_small, counting_decoder
+from raycl.inference.reading import connect_unless_small, counting_decoder, report_unread
 from raycl.lease import writing_new
 from raycl.models.encoder_io import ImageEncoder, SavedEncoder, TextEncoder
 from raycl.models.registry import SideName, trusted_packages
@@ -73,6 +73,7 @@ def embed_to_parquet(
         encoder = saved.build(network)
         source = find_source(data, columns_for(encoder, columns))
         check_no_splits(source)
+        report_unread([source], quiet=quiet)
         connect_unless_small(source.num_rows * row_bytes(encoder), gpu=gpu, address=address, debug=debug)
         with counting_decoder(
             {**formats_of(encoder), **{role: IdFormat() for role in IDS if role in source.columns.contents}},
