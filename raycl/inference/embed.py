@@ -17,10 +17,10 @@ from raycl.data.codecs import Formats
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import Decoder, decode_dataset, decode_here, decode_source, decode_table
 from raycl.data.ids import IdFormat
-from raycl.data.in_memory import Batch, InMemoryDataset, pixels_of, tokens_of
+from raycl.data.in_memory import Batch, InMemoryDataset, pixels_of, texts_of
 from raycl.data.read_stats import ReadStats
 from raycl.data.sources import Source, check_no_splits, find_source
-from raycl.data.texts import TextFormat
+from raycl.data.texts import TextsFormat, Tokens
 from raycl.distributed.device_copy import upload
 from raycl.evaluation.embed import embed
 from raycl.gpus import check_gpu
@@ -57,6 +57,7 @@ def embed_to_parquet(
 ) -> ReadStats:
     """Embed all images or texts at ``data`` with the encoder of ``run``, into a folder of parquet files.
 
+    A row with a list of texts has the representation of the first one.
     Columns: ``sample_id``, ``label`` (-1 if missing), ``representation`` (float32 list), and ``query_id`` or
     ``document_id`` if ``columns`` names them, as the numbers that a run compares. ``side`` selects one of two towers.
     ``index="faiss"`` also writes ``_index.faiss`` to the folder: an exact FAISS index of the rows by cosine, whose
@@ -246,7 +247,7 @@ def formats_of(encoder: ImageEncoder | TextEncoder) -> Formats:
     if isinstance(encoder, ImageEncoder):
         return {"image": encoder.spec.image_format()}
     spec = encoder.spec
-    return {"text": TextFormat(tokenizer=encoder.tokenizer, max_length=spec.max_tokens, prompt=spec.prompt)}
+    return {"text": TextsFormat(tokenizer=encoder.tokenizer, max_length=spec.max_tokens, prompt=spec.prompt)}
 
 
 def columns_for(encoder: ImageEncoder | TextEncoder, columns: ColumnNames | None) -> ColumnNames:
@@ -257,11 +258,16 @@ def columns_for(encoder: ImageEncoder | TextEncoder, columns: ColumnNames | None
 
 
 def encoder_input(encoder: ImageEncoder | TextEncoder, batch: Batch) -> Tensor:
-    """Return the encoder's input for a batch, on the encoder's device."""
+    """Return the encoder's input for a batch, on the encoder's device: the images, or the first text of each row."""
     is_image = isinstance(encoder, ImageEncoder)
-    values = pixels_of(batch).images if is_image else tokens_of(batch, "text").padded()
+    values = pixels_of(batch).images if is_image else _first_texts(batch).padded()
     (moved,) = upload([torch.from_numpy(values)], next(encoder.parameters()).device)
     return encoder.prepare(moved) if is_image else moved
+
+
+def _first_texts(batch: Batch) -> Tokens:
+    texts = texts_of(batch, "text")
+    return texts.picked(np.zeros(len(texts), np.int64))
 
 
 def representations(tables: Sequence[pa.Table], width: int) -> Tensor:
