@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -499,6 +500,28 @@ def test_class_names_are_part_of_the_data(tmp_path: Path) -> None:
     assert "label a class of a long name, 3" in page_of(tmp_path).text
     (tmp_path / "data.json").write_text(json.dumps(data | {"classes": ["m²", "²", "--5", "٣", *names[4:]]}))
     assert "label ²" in page_of(tmp_path).text
+
+
+def test_neighbors_are_searched_for_in_blocks_of_queries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_snapshots(write_run(tmp_path))
+    run = read_run(str(tmp_path))
+    assert run.probes is not None and run.latest is not None
+    num = 2_500
+    rows = np.random.default_rng(0).normal(size=(num, 16)).astype(np.float16)
+    probes = replace(run.probes, label=np.arange(num) % 10)
+    search = NeighborSearch(probes, replace(run.latest, embedding=rows))
+    tracemalloc.start()
+    found, cosines, is_right = search.search(np.arange(num))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < num**2 * 8  # of one matrix of positions
+    monkeypatch.setattr("raycl.report.snapshots._QUERIES_PER_BLOCK", num)
+    whole = search.search(np.arange(num))
+    np.testing.assert_array_equal(found, whole[0])
+    np.testing.assert_allclose(cosines, whole[1], rtol=1e-6)
+    np.testing.assert_array_equal(is_right, whole[2])
 
 
 def test_neighbors_without_a_label_count_neither_as_right_nor_as_wrong(tmp_path: Path) -> None:
