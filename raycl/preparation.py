@@ -17,7 +17,14 @@ from raycl.data.decode import map_fragments
 from raycl.data.ids import is_missing, stable_id
 from raycl.data.labels import NO_LABEL
 from raycl.data.read_stats import ReadStats
-from raycl.data.sources import Fragment, Source, find_source, plain_values
+from raycl.data.sources import (
+    Fragment,
+    Source,
+    check_no_splits,
+    check_output_is_outside,
+    find_source,
+    plain_values,
+)
 from raycl.errors import DataError
 from raycl.lease import writing_new
 from raycl.ray_runtime import connect_cluster, unwrap_ray_errors
@@ -34,10 +41,13 @@ def pack_images(
 
     Many small files read slowly, above all from S3. Columns: ``image``, ``label`` (the name of the
     class folder), ``sample_id``, ``path``. Invalid images are copied too, and an
-    unreadable file becomes a missing image; training counts them. Raises ``StorageError`` if the output exists.
+    unreadable file becomes a missing image; training counts them. Raises ``StorageError`` if the output exists,
+    ``DataError`` for a folder of splits.
     """
+    check_output_is_outside(output, [data])
     with writing_new(output) as place:
         source = find_source(data)
+        check_no_splits(source)
         connect_cluster(address, debug=debug)
         filesystem, path = place.resolve()
         with unwrap_ray_errors():
@@ -73,6 +83,7 @@ def pack_rows(data: str, output: str, *, columns: ColumnNames) -> Source:
     Texts become bytes, since some may not be UTF-8; training counts those. This process reads all rows. Raises
     ``DataError`` for other or broken files, ``StorageError`` if the output exists.
     """
+    check_output_is_outside(output, [data])
     with writing_new(output, is_file=True) as place:
         source = find_source(data, columns)
         if source.types is None:
@@ -100,6 +111,7 @@ def group_pairs(
     itself; a streamed log needs this. Raises ``DataError`` if the log has no labels or also lists of
     negatives, if too many rows are invalid, or if no query has a positive.
     """
+    check_output_is_outside(output, [data])
     with writing_new(output) as place:
         source = find_source(data, columns)
         if source.columns.label is None:
@@ -147,6 +159,7 @@ def make_tokenizer(
     """
     asked = {"vocabulary_size": vocabulary_size, "lowercase": lowercase, "tokenizer_train_size": num_texts}
     settings = override(recipe("simcse"), {f"text.{name}": value for name, value in asked.items()}).text
+    check_output_is_outside(output, [data])
     source = find_source(data, UnlabeledColumnNames(**vars(columns)))
     with writing_new(output, is_file=True) as place:
         connect_cluster(address, debug=debug)
@@ -173,6 +186,7 @@ def gather_texts(data: str, output: str, *, group: str, text: str = "text") -> G
     so are groups of a single text. This process reads all texts. Raises ``DataError`` for a missing
     column, or if no row remains.
     """
+    check_output_is_outside(output, [data])
     with writing_new(output, is_file=True) as place:
         texts_by_group: dict[int, dict[str, None]] = {}
         num_invalid = 0

@@ -26,6 +26,7 @@ from raycl.display import EvaluationResult
 from raycl.errors import ConfigError
 from raycl.gpus import cpu_has_bfloat16
 from raycl.recipes import RECIPES, recipe
+from raycl.training.launch import RunResult
 from tests.images import encode, photograph, write_digits
 
 
@@ -510,3 +511,27 @@ def test_python_m_raycl_runs_the_command_line() -> None:
     assert wrong.returncode == 2
     assert "raycl" in wrong.stderr
     assert "__main__" not in wrong.stderr
+
+
+def test_the_summary_of_a_run_shows_whole_numbers_as_such(
+    raycl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = RunResult(
+        output="run",
+        steps=3,
+        epochs=1,
+        seconds=2.0,
+        samples_per_second=9.0,
+        views_per_second=18.0,
+        final={"knn_top1": 0.5, "collapsed_at_step": 1200},
+        invalid_rows={},
+        skipped={},
+    )
+    monkeypatch.setattr("raycl.training.launch.train_validated", lambda *_, **__: result)
+    data = str(write_digits(tmp_path / "digits.parquet", 40))
+    flags = ["--data", data, "--output", str(tmp_path / "run"), "--batch-size", "8"]
+    status, out, _ = raycl("train", "simclr", *flags)
+    assert (status, out.splitlines()[0]) == (
+        0,
+        "3 steps in 2 s (9 samples/s), knn_top1 0.5000, collapsed_at_step 1,200; the encoder is in run",
+    )

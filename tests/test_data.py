@@ -20,7 +20,7 @@ from raycl.data.decode import are_flat
 from raycl.data.ids import stable_ids
 from raycl.data.images import ImageFormat, InvalidImageError, image_sides
 from raycl.data.in_memory import InMemoryDataset, pixels_of
-from raycl.data.labels import NO_LABEL
+from raycl.data.labels import NO_LABEL, class_names, label_numbers
 from raycl.data.prefetch import Prefetched
 from raycl.data.read_stats import ReadStats
 from raycl.data.sources import ROWS_PER_FRAGMENT, RawRows, Source, check_no_splits, find_source
@@ -315,6 +315,27 @@ def test_integers_are_labels_also_if_the_first_file_has_none(tmp_path: Path) -> 
     assert (source.classes, labels.tolist()) == (None, [-1, -1, 10, 2])
 
 
+@pytest.mark.parametrize("lowest", [-1, -(2**63)])
+def test_negative_labels_are_refused_in_one_line(lowest: int, tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", 3, label=[1, lowest, None])
+    with pytest.raises(
+        DataError, match=f"^a label is {lowest}, and classes are numbered from 0; give [^\n]*$"
+    ):
+        read(find_source(path))
+    texts = ColumnNames(image=None, text="t", label="label")
+    table = pa.table({"t": ["a", "b"], "label": [1, lowest]})
+    with pytest.raises(DataError, match=f"a label is {lowest}"):
+        RawRows.of_table(table, texts, None)
+
+
+def test_a_missing_text_label_of_any_type_is_no_class() -> None:
+    for kind in (pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string())):
+        column = pa.chunked_array([pa.array(["dog", None, "cat", "dog"], kind)])
+        classes = class_names([column])
+        assert classes == ("cat", "dog")
+        assert label_numbers(column, classes).tolist() == [1, NO_LABEL, 0, 1]
+
+
 def test_integers_have_the_names_of_hugging_faces_class_labels(tmp_path: Path) -> None:
     """The metadata are those that ``datasets`` writes into parquet and Arrow files."""
     feature = {"names": ["ant", "bee"], "_type": "ClassLabel"}
@@ -336,6 +357,11 @@ def test_integers_have_the_names_of_hugging_faces_class_labels(tmp_path: Path) -
             shown = [source.label_name(each) for each in (1, 0, 2)]
             assert shown == (["bee", "ant", "2"] if names else ["1", "0", "2"])
     assert find_source(write_parquet(tmp_path / "b.parquet", 2, 2, label=["x", "y"])).label_name(1) == "y"
+    named = json.dumps({"info": {"features": {"label": feature}}})
+    unlabeled = pa.table(content | {"label": [-1, 1, -1]})  # -1 is a missing label there
+    pq.write_table(unlabeled.replace_schema_metadata({"huggingface": named}), tmp_path / "c.parquet")
+    (found,) = read(find_source(str(tmp_path / "c.parquet")))
+    assert found.label.tolist() == [NO_LABEL, 1, NO_LABEL]
 
 
 def test_hugging_face_images_are_read_from_bytes_or_files(tmp_path: Path) -> None:

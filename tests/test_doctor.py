@@ -329,6 +329,8 @@ def test_gpu_memory_excludes_the_process_and_prefetched_rows() -> None:
     ("name", "measured", "message"),
     [
         ("simclr", ONE, "stages.0.chunk_size"),
+        ("simclr gpu=true", ONE, "lower --batch-size, use more nodes, or take nodes with more memory"),
+        ("moco_v2 gpu=true", ONE, "lower --batch-size, use more nodes"),
         ("moco_v2", ONE, "lower negatives.capacity"),
         ("sogclr", ONE, "nodes with more memory, since each worker has the ids"),
         ("sogclr bank.location=worker", ONE, "set bank.location=actor"),
@@ -340,7 +342,20 @@ def test_the_remedy_reduces_the_largest_part(name: str, measured: MemoryProfile,
     method, *settings = name.split()
     config = override(recipe(method, image_size=32), settings)
     estimate = estimate_memory(config, [measured], num_samples=10**6, row_bytes=0, negatives_per_pair=0)
-    assert message in estimate.remedy(config)
+    assert message in estimate.remedy(config, on_gpu=False)
+
+
+def test_the_parts_and_the_remedy_are_of_the_memory_that_is_short() -> None:
+    config = override(recipe("moco_v2", image_size=32), {"gpu": True})
+    estimate = estimate_memory(config, [ONE], num_samples=10**6, row_bytes=2**14, negatives_per_pair=0)
+    on_node, on_gpu = estimate.describe(on_gpu=False), estimate.describe(on_gpu=True)
+    assert ("waiting rows" in on_node, "negatives" in on_node) == (True, False)
+    assert ("waiting rows" in on_gpu, "negatives" in on_gpu) == (False, True)
+    assert estimate.remedy(config, on_gpu=True).startswith("lower negatives.capacity")
+    config = override(recipe("simclr", image_size=32), {"gpu": True})
+    measured = [replace(ONE, parameters=1e9)]
+    large = estimate_memory(config, measured, num_samples=9, row_bytes=0, negatives_per_pair=0)
+    assert large.remedy(config, on_gpu=True) == "take a smaller encoder, or GPUs with more memory"
 
 
 def test_the_peak_of_a_call_is_measured() -> None:

@@ -93,3 +93,16 @@ def test_the_page_opens_with_samples_and_marks_neighbors_of_the_same_label(
         expect(page.get_by_role("button", name="Find neighbors", exact=True)).to_be_enabled()
         expect(page.locator("#neighbors .same")).to_have_count(0)
         browser.close()
+
+
+def test_labels_are_marked_beside_a_neighbor_that_cannot_be_read(url: str) -> None:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page()
+        page.goto(url)
+        expect(page.locator("#neighbors img")).to_have_count(12)
+        page.route("**/api/samples/*", lambda route: route.fulfill(status=500, body="{}"), times=1)
+        page.locator("#neighbors img").first.click()
+        expect(page.locator("#neighbors .words")).to_have_text("The explorer answered 500.")
+        expect(page.locator("#results-state")).to_contain_text(" of 11 have its label")
+        browser.close()

@@ -34,6 +34,8 @@ from raycl.data.read_stats import ReadStats
 from raycl.data.sources import Fragment, RawRows, Source
 from raycl.data.texts import TextFormat, TextsFormat, TokenLists, Tokens
 from raycl.errors import DataError, InvalidValueError
+from raycl.recipes import recipe
+from raycl.training.data_set import count_tokens
 from tests.pairs import vocabulary
 from tests.texts import invented_texts
 
@@ -449,6 +451,30 @@ def test_a_row_needs_one_id_per_negative() -> None:
     assert row_error(decoded | {"query": [invalid, "q", "q"]}, 0) is invalid
 
 
+class DatasetOfOneBatch:
+    """A Ray Dataset as far as the vocabulary reads it."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self._table = table
+
+    def select_columns(self, names: list[str]) -> "DatasetOfOneBatch":
+        return DatasetOfOneBatch(self._table.select(names))
+
+    def iter_batches(self, **_: Any) -> list[pa.Table]:
+        return [self._table]
+
+
+def test_a_vocabulary_skips_the_texts_of_a_dataset_that_are_not_utf8() -> None:
+    texts = pa.array([b"one two", b"caf\xe9"], pa.binary()).view(pa.string())
+    lists = pa.ListArray.from_arrays([0, 1, 2], texts)
+    learned = []
+    for column in (texts[:1], texts, lists):
+        data: Any = DatasetOfOneBatch(pa.table({"t": column}))
+        found = count_tokens(recipe("simcse").text, None, ColumnNames(image=None, text="t"), [data])
+        learned.append(found.tokenizer.to_json())
+    assert learned[1:] == learned[:1] * 2
+
+
 # Columns
 
 
@@ -478,7 +504,7 @@ def test_a_missing_column_is_an_error_that_lists_the_existing_columns(role: str)
 
 
 STRINGS = [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string()), pa.null()]
-BYTES = [pa.binary(), pa.large_binary(), pa.binary(4)]
+BYTES = [pa.binary(), pa.large_binary(), pa.binary(4), pa.binary_view()]
 INTEGERS = [pa.int8(), pa.uint64(), pa.int64()]
 LISTS = [pa.list_(pa.string()), pa.large_list(pa.binary()), pa.list_(pa.string(), 2)]
 ID_LISTS = [pa.list_(pa.int64()), pa.large_list(pa.string()), pa.list_(pa.uint8(), 3), pa.null()]

@@ -142,6 +142,18 @@ def test_invalid_tokenizer_settings_are_refused_in_one_line(
     assert not output.exists()
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["images", "rows", "tokenizer", "pairs", "groups --group about"],
+)
+def test_an_output_inside_the_data_is_refused(command: str, pairs: Path) -> None:
+    name, *flags = command.split()
+    output = pairs.parent / "cat" / "new"
+    said = refused(ConfigError, name, "--data", pairs.parent, "--output", output, *flags)
+    assert said.startswith(f"the output {output} lies in the data at {pairs.parent}, which could not be read")
+    assert not output.parent.exists()
+
+
 def test_negatives_beside_labels_are_refused_as_in_a_run(pairs: Path, tmp_path: Path) -> None:
     said = refused(DataError, "pairs", "--data", pairs, "--output", tmp_path / "grouped")
     assert said.startswith(

@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import tokenizers
 import torch
@@ -14,7 +16,7 @@ from raycl.config import RunConfig
 from raycl.config.overrides import config_to_yaml, override
 from raycl.errors import ConfigError
 from raycl.inference.checkpoint_encoder import load_checkpoint_encoder
-from raycl.inference.embed import formats_of
+from raycl.inference.embed import embed_to_parquet, formats_of
 from raycl.models.towers import Towers
 from raycl.recipes import recipe
 from raycl.tokenization import Tokenizer
@@ -96,10 +98,30 @@ def test_each_side_of_a_saved_encoder_applies_its_prompt_once(
             assert torch.equal(loaded.encode(TEXTS), expected)
             # `raycl embed`, mining and evaluation decode in this format.
             rows = formats_of(loaded)["text"].decode_all(TEXTS)
-            assert [list(row) for row in rows] == [unpadded(row) for row in loaded.prepare(TEXTS)]
+            assert [list(row) for (row,) in rows] == [unpadded(row) for row in loaded.prepare(TEXTS)]
     asked = load_checkpoint_encoder(str(tmp_path / "unfinished")).embed_text("one")
     query = load_texts(tmp_path / "prompted").encode(["one"])
     assert np.allclose(asked, torch.nn.functional.normalize(query, dim=1)[0], atol=1e-6)
+
+
+def test_a_list_of_texts_is_embedded_by_its_first_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    save(small_config("simcse", PROMPTS["simcse"]), tmp_path / "run")
+    lists = [[text, "another"] for text in TEXTS[:-2]] + [TEXTS[-2:], []]
+    pq.write_table(pa.table({"text": lists}), tmp_path / "lists.parquet")
+    rows = embed_to_parquet(
+        str(tmp_path / "run"),
+        tmp_path / "lists.parquet",
+        tmp_path / "out",
+        max_invalid_fraction=0.5,
+        quiet=True,
+    )
+    found = pq.read_table(tmp_path / "out")["representation"].to_pylist()
+    expected = load_texts(tmp_path / "run").encode([each[0] for each in lists[:-1]])
+    torch.testing.assert_close(torch.tensor(found), expected)
+    assert (rows.num_rows, dict(rows.invalid)) == (len(lists), {"empty list of texts": 1})
 
 
 def unpadded(row: Tensor) -> list[int]:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 import raycl
 from raycl.config.overrides import config_to_yaml
 from raycl.data.columns import ColumnNames
-from raycl.data.sources import Source, find_source
+from raycl.data.sources import Source, check_output_is_outside, find_source
 from raycl.errors import ConfigError, DataError, RayclError
 from raycl.evaluation.classification import evaluate
 from raycl.gpus import accelerators, are_missing, check_accelerator, check_bfloat16
@@ -44,6 +45,9 @@ REFUSED = {
     f"{DIGITS} --batch-size 128": "larger than the 100 rows",
     "train supcon --data unlabeled --output new --set data.image_size=16": "loss supcon needs labels, but",
     "train simclr --data splits --output new --batch-size 2": "splits holds a data set in 2 splits; give --data ",
+    "train simclr --data splits/train --output splits/train/new --batch-size 2": "the output splits/train/new lies in the "
+    "data at splits/train, which could not be read again beside other files; give an --output outside of that folder",
+    f"{EMBED} --data splits/train --output splits/train": "the output splits/train lies in the data at splits/train, ",
     f"{DIGITS} --set encoder.name=resnet19": "own; did you mean resnet18?",
     f"{DIGITS} --gpu --workers 2": "--gpu takes one GPU per worker: 2 needed, but the cluster has 0",
     "train clip --data captions --output new --set text_encoder.name=bert "
@@ -71,6 +75,9 @@ REFUSED = {
     "negatives.mined.num=1": "negatives.mined searches the documents of one data set, and there are 2; give one",
     "demo --output earlier_demo": "holds an earlier demo",
     "demo --output demo --epochs 0": "stages.0.epochs",
+    "demo --output demo --workers 0": "Invalid value for '--workers': Input should be greater than or equal to 1",
+    f"{EMBED} --set data.columns.image=0": "data.columns.image must be the name of a column, got 0; quote a name: "
+    "--set 'data.columns.image=\"NAME\"'",
     "train --data digits.parquet --output new": "give a recipe, or --like with one of lightly:simclr, ",
     "train --like lightly:magic --data digits.parquet --output new": "unknown configuration 'lightly:magic' of "
     "another library; there are lightly:simclr, open_clip:vit-b-32, st:mnrl",
@@ -207,6 +214,31 @@ def test_python_functions_refuse_the_same_input(tmp_path: Path, monkeypatch: pyt
     assert train(config, data=[digits], output=output, encoder=object()) == "admitted"  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize(
+    ("output", "is_inside"),
+    [
+        ("s3://bucket/images/run", True),
+        ("s3://bucket/images/?scheme=http", True),
+        ("s3://bucket/images-run", False),
+        ("s3://bucket", False),
+        ("images/cat/run", True),
+        ("images/../run", False),
+        ("link/run", True),
+        ("file/run", False),
+    ],
+)
+def test_an_output_inside_a_folder_of_data_is_refused(
+    output: str, is_inside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "images").mkdir()
+    (tmp_path / "link").symlink_to("images")
+    monkeypatch.setattr("raycl.storage.Place.is_folder", lambda place: place.name != "file")
+    data = ["file", "s3://bucket/images?scheme=http", "images"]
+    with pytest.raises(ConfigError, match="lies in the data at") if is_inside else nullcontext():
+        check_output_is_outside(output, data)
+
+
 def test_only_a_local_ray_is_known_to_have_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -248,12 +280,21 @@ def test_bfloat16_is_refused_if_no_gpu_supports_it() -> None:
 
 def test_a_run_says_which_files_and_labels_it_ignores() -> None:
     lines = list[str]()
-    source: Any = SimpleNamespace(uri="sentences", ignored=((".md", 2),), ignored_label="double")
+    source = Source(
+        uri="sentences",
+        kind="parquet",
+        fragments=(),
+        columns=ColumnNames(image=None, text="text"),
+        classes=None,
+        has_labels=False,
+        ignored=((".md", 2),),
+        ignored_label="double",
+    )
     run: Any = SimpleNamespace(config=recipe("simcse"), sources=(source,))
     data: Any = SimpleNamespace(can_be_evaluated=False)
     _report_skipped(data, run, lines.append)
     assert lines == [
-        "ignored files that are not images: 2 .md",
+        "files not read in sentences: 2 .md",
         "ignored the column 'label' of sentences: it holds double, not integers or text",
         "the samples have no labels: no periodic kNN",
     ]

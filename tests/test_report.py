@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from matplotlib.axes import Axes
 
+from raycl.config.overrides import parse_setting
 from raycl.embedding_snapshot import (
     EDGES,
     LATEST,
@@ -159,12 +161,22 @@ def test_long_paths_break_after_slashes_and_are_escaped(tmp_path: Path) -> None:
         ("nnclr", "the nearest rows of the queue", "in the batch"),
         ("moco_v2", None, "queue"),
         ("sogclr", None, "the whole data set, by partition functions"),
+        ("two_tower", None, "in the batch and explicit ones where pairs have them"),
+        ("two_tower negatives.explicit=false", None, "in the batch"),
+        (
+            "two_tower negatives.in_batch=false negatives.explicit=false stages.0.loss=info_nce negatives.mined.num=2",
+            None,
+            "mined",
+        ),
+        ("simcse negatives.mined.num=2", None, "in the batch and mined"),
     ],
 )
-def test_the_facts_of_a_run_say_for_what_its_store_is_used(
+def test_the_facts_of_a_run_say_which_negatives_it_has_and_for_what_its_store_is_used(
     method: str, positives: str | None, negatives: str, tmp_path: Path
 ) -> None:
-    facts = dict(run_facts(read_run(str(write_run(tmp_path, method=method)))))
+    name, *settings = method.split()
+    run = write_run(tmp_path, method=name, settings=dict(map(parse_setting, settings)))
+    facts = dict(run_facts(read_run(str(run))))
     assert (facts.get("Positives"), facts["Negatives"]) == (positives, negatives)
 
 
@@ -490,6 +502,28 @@ def test_class_names_are_part_of_the_data(tmp_path: Path) -> None:
     assert "label ²" in page_of(tmp_path).text
 
 
+def test_neighbors_are_searched_for_in_blocks_of_queries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_snapshots(write_run(tmp_path))
+    run = read_run(str(tmp_path))
+    assert run.probes is not None and run.latest is not None
+    num = 2_500
+    rows = np.random.default_rng(0).normal(size=(num, 16)).astype(np.float16)
+    probes = replace(run.probes, label=np.arange(num) % 10)
+    search = NeighborSearch(probes, replace(run.latest, embedding=rows))
+    tracemalloc.start()
+    found, cosines, is_right = search.search(np.arange(num))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < num**2 * 8  # of one matrix of positions
+    monkeypatch.setattr("raycl.report.snapshots._QUERIES_PER_BLOCK", num)
+    whole = search.search(np.arange(num))
+    np.testing.assert_array_equal(found, whole[0])
+    np.testing.assert_allclose(cosines, whole[1], rtol=1e-6)
+    np.testing.assert_array_equal(is_right, whole[2])
+
+
 def test_neighbors_without_a_label_count_neither_as_right_nor_as_wrong(tmp_path: Path) -> None:
     write_snapshots(write_run(tmp_path))
     run = read_run(str(tmp_path))
@@ -600,6 +634,10 @@ def test_a_run_that_fails_gets_a_page_and_a_refused_run_does_not(tmp_path: Path)
         raise RunError("a worker was lost")
     page = tmp_path / "report.html"
     assert "a worker was lost" in page.read_text()
+    page.unlink()
+    with pytest.raises(RunError), reported(str(tmp_path)):  # the resumed run fails with the same text
+        write_run(tmp_path, result={"status": "failed", "error": "a worker was lost"})
+        raise RunError("a worker was lost")
     page.unlink()
     with pytest.raises(ConfigError), reported(str(tmp_path)):
         raise ConfigError("the output holds a run already")

@@ -145,8 +145,9 @@ def test_each_document_with_a_querys_own_text_is_excluded(write: Write) -> None:
     [
         ({"queries__query": ["", "r", "s"], "documents__document": ["c", "b", "a", None]}, ["r", "s"], 3, 2),
         ({"judgments__label": [2, None, 0]}, ["q", "r", "s"], 2, 1),
+        ({"judgments__label": [2.0, None, 0.0]}, ["q", "r", "s"], 2, 1),
     ],
-    ids=["texts", "grades"],
+    ids=["texts", "grades", "floats"],
 )
 def test_relevance_with_invalid_texts_or_without_grades_is_skipped_and_counted(
     write: Write, changes: Any, queries: list[str], num_test: int, num_invalid: int

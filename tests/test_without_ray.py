@@ -22,6 +22,7 @@ from raycl.inference.reading import MAX_BYTES, connect_unless_small
 from raycl.models.encoder_io import SavedEncoder, save_encoder
 from raycl.models.registry import OWN
 from raycl.models.specs import ImageEncoderSpec
+from raycl.preparation import pack_images
 from raycl.storage import Place
 from tests.encoders import write_images_run
 from tests.images import digit_files, write_digits
@@ -92,13 +93,38 @@ def test_a_small_set_is_evaluated_in_this_process(
     assert connected == []
 
 
-def test_splits_are_not_evaluated_as_classes(run: str, tmp_path: Path) -> None:
+def test_splits_are_not_evaluated_embedded_or_packed_as_classes(run: str, tmp_path: Path) -> None:
     for name in ("train/a.png", "val/b.png"):
         (tmp_path / "all" / name).parent.mkdir(parents=True)
         (tmp_path / "all" / name).write_bytes(digit_files(1)[0][0])
     data = str(tmp_path / "all")
-    with pytest.raises(DataError, match="all holds a data set in 2 splits; give --data"):
-        evaluate("knn", run=run, train=data, test=data, quiet=True)
+    for command in (
+        lambda: evaluate("knn", run=run, train=data, test=data, quiet=True),
+        lambda: embed_to_parquet(run, data, tmp_path / "out", quiet=True),
+        lambda: pack_images(data, str(tmp_path / "out")),
+    ):
+        with pytest.raises(DataError, match="all holds a data set in 2 splits; give --data"):
+            command()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("connected")
+def test_the_files_that_are_not_read_are_named(
+    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files, labels = digit_files(40)
+    for number, (content, label) in enumerate(zip(files, labels, strict=True)):
+        path = tmp_path / "digits" / str(label) / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    (tmp_path / "digits" / "notes.md").touch()
+    data, line = str(tmp_path / "digits"), f"files not read in {tmp_path / 'digits'}: 1 .md"
+    embed_to_parquet(run, data, tmp_path / "quiet", quiet=True)
+    assert "not read" not in capsys.readouterr().err
+    embed_to_parquet(run, data, tmp_path / "rows")
+    assert line in capsys.readouterr().err.splitlines()
+    evaluate("knn", run=run, train=data, test=data, baseline=False)
+    assert capsys.readouterr().err.splitlines().count(line) == 2
 
 
 def test_a_column_label_of_other_values_has_no_classes(run: str, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def explain(
 @app.command()
 def demo(
     output: Annotated[str, typer.Option(help="Folder for the images, the run and the figure.")] = "demo",
-    workers: Annotated[int, typer.Option(help="Training processes.")] = 2,
+    workers: Annotated[int, typer.Option(min=1, help="Training processes.")] = 2,
     epochs: Annotated[int, typer.Option(help="Passes over the training digits.")] = 20,
     debug: Debug = False,
 ) -> None:
@@ -148,7 +148,7 @@ def train(
 
         with typed(sys.argv), reported(output):
             result = train_validated(run, notes=notes, address=address, debug=debug)
-    evaluated = "".join(f", {name} {value:.4f}" for name, value in result.final.items())
+    evaluated = "".join(f", {name} {_metric(value)}" for name, value in result.final.items())
     rate = f"{result.samples_per_second:,.0f} samples/s"
     if config.num_views > 2:
         rate += f", {result.views_per_second:,.0f} views/s"
@@ -307,6 +307,10 @@ def _interruptible(received: list[int]) -> Iterator[None]:
         # Not SIG_IGN, which processes that start later would inherit.
         for each in handled:
             signal.signal(each, lambda *_: None)
+
+
+def _metric(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
 
 
 def _status_of(error: RayclError) -> int:

@@ -264,7 +264,7 @@ def command_settings(command: str, settings: Settings) -> dict[str, Any]:
         if path in kinds:
             found[path.removeprefix("data.")] = _typed(path, value, kinds[path])
         elif path in roles:
-            columns[path.removeprefix("data.columns.")] = value
+            columns[path.removeprefix("data.columns.")] = _column_name(path, value)
         else:
             raise ConfigError(unknown_setting(path, [*kinds, *roles]))
     if columns:
@@ -275,6 +275,14 @@ def command_settings(command: str, settings: Settings) -> dict[str, Any]:
         is_found = command == "doctor" and "caption" not in columns
         found["columns"] = ColumnNames(**({"image": None} if has_texts or is_found else {}) | columns)
     return found
+
+
+def _column_name(path: str, value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):  # YAML reads 0 and true as other types
+        raise ConfigError(
+            f"{path} must be the name of a column, got {value!r}; quote a name: --set '{path}=\"NAME\"'"
+        )
+    return value
 
 
 def _typed(path: str, value: Any, kind: type) -> Any:

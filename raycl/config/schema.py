@@ -576,7 +576,8 @@ class EvaluationConfig(Section):
     """
 
     every_epochs: Annotated[int, Field(ge=0)] | None = None
-    """Epochs between evaluations; 0 disables them, and by default there are about ten per run."""
+    """Epochs between evaluations, which follow the ends of epochs; 0 disables them, and by default it is a tenth of the
+    run's epochs, at least 1."""
 
     num_train: Count = 10_000
     """Labeled training rows that vote."""

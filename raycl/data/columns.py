@@ -83,12 +83,18 @@ class ColumnNames:
         if self.label is not None:
             self.check_label_type(types[self.label], where=where)
 
+    @property
+    def labels_are_grades(self) -> bool:
+        """Whether labels are grades of relevance, of pairs or of judgments by id, and not classes."""
+        of_judgments = self.document_id is not None and self.image is None and self.text is None
+        return self.query is not None or of_judgments
+
     def can_be_label(self, kind: pa.DataType) -> bool:
         """Whether a column of this type holds labels: integers, booleans or text.
 
-        Those of pairs may be floats, since pandas makes floats of integers beside a missing one.
+        Grades may be floats, since pandas makes floats of integers beside a missing one.
         """
-        return _is_label(kind) or (self.query is not None and pa.types.is_floating(kind))
+        return _is_label(kind) or (self.labels_are_grades and pa.types.is_floating(kind))
 
     def check_label_type(self, kind: pa.DataType, *, where: str) -> None:
         """Raise ``DataError`` unless the type is one of labels."""
@@ -133,7 +139,7 @@ def is_list(kind: pa.DataType) -> bool:
 
 
 def _is_bytes(kind: pa.DataType) -> bool:
-    is_binary = pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+    is_binary = pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind)
     return is_binary or pa.types.is_fixed_size_binary(kind) or pa.types.is_null(kind)  # null: an empty file
 
 

@@ -14,7 +14,7 @@ from raycl.data.codecs import Formats, store_all
 from raycl.data.columns import ColumnNames
 from raycl.data.ids import content_id
 from raycl.data.images import ImageFormat, is_flat
-from raycl.data.labels import are_numbers, class_names
+from raycl.data.labels import are_numbers, class_names, distinct_labels
 from raycl.data.read_stats import ReadStats
 from raycl.data.sources import Fragment, RawRows, Source
 from raycl.data.split import Holdout
@@ -224,7 +224,7 @@ def classes_of(dataset: ray.data.Dataset, columns: ColumnNames) -> tuple[str, ..
         column = batch[label]
         # Arrow cannot compare pickled objects; their type is refused below.
         is_plain = not isinstance(column.type, pa.BaseExtensionType)
-        return pa.table({label: column.unique() if is_plain else column.slice(0, 1)})
+        return pa.table({label: distinct_labels(column) if is_plain else column.slice(0, 1)})
 
     found = dataset.select_columns([label]).map_batches(distinct, batch_size=None, batch_format="pyarrow")
     batches: Any = found.iter_batches(batch_size=None, batch_format="pyarrow")

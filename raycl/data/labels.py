@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from raycl.errors import DataError
@@ -28,25 +29,44 @@ def names_of_integers(schema: pa.Schema, column: str) -> tuple[str, ...] | None:
 
 def class_names(columns: Iterable[pa.ChunkedArray]) -> tuple[str, ...]:
     """Return the sorted class names of all columns; a label's number is its index among them."""
-    names = {str(name) for column in columns for name in column.unique().to_pylist() if name is not None}
+    names = {
+        str(name) for column in columns for name in distinct_labels(column).to_pylist() if name is not None
+    }
     return tuple(sorted(names))
 
 
-def label_numbers(column: pa.ChunkedArray, classes: tuple[str, ...] | None) -> NDArray[np.int64]:
+def distinct_labels(column: pa.ChunkedArray) -> pa.Array:
+    """Return the distinct values of a column, with a missing one if there is any."""
+    if pa.types.is_string_view(column.type):  # Arrow would return a missing text as an empty one
+        column = column.cast(pa.large_string())
+    return column.unique()
+
+
+def label_numbers(
+    column: pa.ChunkedArray, classes: tuple[str, ...] | None, *, may_be_negative: bool = False
+) -> NDArray[np.int64]:
     """Return labels as numbers, ``NO_LABEL`` where one is missing; ``classes`` is None for integers.
 
-    Raises ``DataError`` if ``classes`` is None and a label is not a 64-bit integer.
+    Raises ``DataError`` if ``classes`` is None and a label is not a 64-bit integer, or is negative unless it
+    ``may_be_negative``: a class -1 would count as a missing label.
     """
     if classes is None:
         try:
             if not (are_numbers(column.type) or pa.types.is_null(column.type)):
                 raise pa.ArrowInvalid
-            return column.cast(pa.int64()).fill_null(NO_LABEL).to_numpy()
+            numbers = column.cast(pa.int64())
         except pa.ArrowInvalid:
             raise DataError(
                 f"labels are integers in one part of the dataset, and {column.type} or beyond 64 bits in another; "
                 "give integers or text in all parts"
             ) from None
+        lowest = pc.min(numbers).as_py()  # type: ignore[attr-defined]
+        if not may_be_negative and lowest is not None and lowest < 0:
+            raise DataError(
+                f"a label is {lowest}, and classes are numbered from 0; give numbers from 0 or text, and null where a "
+                "label is missing"
+            )
+        return numbers.fill_null(NO_LABEL).to_numpy()
     index: dict[str | None, int] = {name: place for place, name in enumerate(classes)}
     names = (None if name is None else str(name) for name in column.to_pylist())
     return np.array([index.get(name, NO_LABEL) for name in names], np.int64)

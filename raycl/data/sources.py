@@ -28,7 +28,7 @@ from raycl.data.patterns import expand, folder_of, is_pattern
 from raycl.data.tables import TableFile, TableFormat, reading, roles_in
 from raycl.data.tar_tables import TarTables
 from raycl.data.weights import check_weight_columns
-from raycl.errors import DataError
+from raycl.errors import ConfigError, DataError
 from raycl.storage import Place, absolute
 
 ROWS_PER_FRAGMENT = 2_048
@@ -106,8 +106,12 @@ class RawRows:
         *,
         ids: NDArray[np.int64] | None = None,
         where: list[str] | None = None,
+        has_label_names: bool = False,
     ) -> "RawRows":
-        """Return the rows of a table; without an id column their ids are ``ids``, or hashes of the contents."""
+        """Return the rows of a table; without an id column their ids are ``ids``, or hashes of the contents.
+
+        Integer labels with names may be -1, which is a missing label in Hugging Face's ``datasets``.
+        """
         values = values_of(table, columns)
         if columns.sample_id is not None:
             ids = stable_ids(table[columns.sample_id].to_pylist())
@@ -115,7 +119,8 @@ class RawRows:
             ids = content_ids({role: each for role, each in values.items() if role != "weight"})
         label = np.full(len(ids), NO_LABEL, np.int64)
         if columns.label is not None:
-            label = label_numbers(table[columns.label], classes)
+            may_be_negative = has_label_names or columns.labels_are_grades
+            label = label_numbers(table[columns.label], classes, may_be_negative=may_be_negative)
         where = [f"row with id {row_id}" for row_id in ids] if where is None else where
         return RawRows(values=values, sample_id=ids, label=label, where=where)
 
@@ -152,6 +157,17 @@ class Source:
         """Return the name of a label, or its number if it has none."""
         names = self.classes or self.label_names or ()
         return names[label] if 0 <= label < len(names) else str(label)
+
+    def unread(self) -> list[str]:
+        """Return a line about the files that are not read, and one about such a column of labels, if there are any."""
+        lines = []
+        if self.ignored:
+            counts = ", ".join(f"{count} {ending}" for ending, count in self.ignored)
+            lines.append(f"files not read in {self.uri}: {counts}")
+        if self.ignored_label:
+            held = f"it holds {self.ignored_label}, not integers or text"
+            lines.append(f"ignored the column 'label' of {self.uri}: {held}")
+        return lines
 
     def with_classes(self, classes: tuple[str, ...]) -> "Source":
         """Return the same rows with labels that number ``classes``, which contain the own names."""
@@ -203,6 +219,7 @@ class Source:
                 self.classes,
                 ids=position - fragment.start + fragment.first_id,
                 where=[f"{fragment.place.name} row {row}" for row in position],
+                has_label_names=self.label_names is not None,
             )
 
 
@@ -260,6 +277,21 @@ def check_exists(uri: str) -> None:
                 raise DataError(
                     f"{place} is a folder, but the pattern {uri} must name files; give the folder"
                 )
+
+
+def check_output_is_outside(output: str, data: Iterable[str]) -> None:
+    """Raise ``ConfigError`` if an output lies in a folder of data, which its files would make unreadable."""
+    for uri in data:
+        if f"{_real(output)}/".startswith(f"{_real(uri)}/") and Place(absolute(uri)).is_folder():
+            raise ConfigError(
+                f"the output {output} lies in the data at {uri}, which could not be read again beside other files; "
+                "give an --output outside of that folder"
+            )
+
+
+def _real(uri: str) -> str:
+    """Return an address without options and links, to compare it."""
+    return uri.partition("?")[0].rstrip("/") if "://" in uri else os.path.realpath(absolute(uri))
 
 
 def check_no_splits(source: Source) -> None:
@@ -458,9 +490,9 @@ def _named(table: TableFile, columns: ColumnNames) -> pa.Schema:
 def _ignored_label(schemas: Sequence[pa.Schema], columns: ColumnNames) -> str:
     """Return the type of a column ``label`` that was not asked for and cannot be one; empty without such a column.
 
-    Such labels of pairs are not ignored, since unclicked documents would become positives.
+    Grades are not ignored, since unclicked documents would become positives.
     """
-    if "label" not in columns.usual or columns.query is not None:
+    if "label" not in columns.usual or columns.labels_are_grades:
         return ""
     kinds = [schema.field("label").type for schema in schemas if schema.names.count("label") == 1]
     return next((str(kind) for kind in kinds if not columns.can_be_label(kind)), "")

@@ -70,7 +70,8 @@ def _check_node(
 ) -> CheckResult:
     """Compare the memory of each labeled node with the encoders that it may get beside its workers."""
     pool, name, host = pools_of(config)[section], f"memory of an encoder of {section}", estimate.host
-    seen = f"about {format_bytes(host)} " + ("beside the GPU" if pool.gpus_per_actor else f"({estimate})")
+    seen = f"about {format_bytes(host)} " + ("beside the GPU " if pool.gpus_per_actor else "")
+    seen += f"({estimate.describe(on_gpu=False)})"
     num_cpus = sum(answer.node.num_cpus for answer in answers)
     found = [
         (answer, workers, encoders)
@@ -107,7 +108,7 @@ def _encoders_on(node: Node, config: RunConfig, pool: PoolConfig, workers: int, 
 def _check_gpu(section: str, estimate: MemoryEstimate, nodes: Sequence[Node], *, share: float) -> CheckResult:
     """Compare an encoder with its share of the smallest GPU."""
     name, num_bytes = f"GPU of an encoder of {section}", estimate.gpu + CUDA_BYTES
-    seen = f"about {format_bytes(num_bytes)} ({estimate})"
+    seen = f"about {format_bytes(num_bytes)} ({estimate.describe(on_gpu=True)})"
     smallest = smallest_gpu(nodes)
     if smallest is None:
         return passed(name, f"{seen}; no GPU is free now, so nothing to compare")

@@ -46,14 +46,15 @@ class MemoryEstimate:
         """The bytes in the node's memory, with the allocator's share."""
         return self.total - self.gpu
 
-    def __str__(self) -> str:
-        parts = sorted(self.parts.items(), key=lambda part: -part[1])
+    def describe(self, *, on_gpu: bool) -> str:
+        """Return the parts in the memory of the GPU or of the node, largest first."""
+        parts = sorted(self._parts_in(on_gpu=on_gpu).items(), key=lambda part: -part[1])
         shown = [f"{name} {format_bytes(num_bytes)}" for name, num_bytes in parts if num_bytes >= 2**20]
         return ", ".join([*shown, "and a third for the allocator"])
 
-    def remedy(self, config: RunConfig) -> str:
-        """Return how to lower the largest part by settings that act in this run."""
-        parts = self.parts
+    def remedy(self, config: RunConfig, *, on_gpu: bool) -> str:
+        """Return how to lower the largest part in the memory of the GPU or of the node, by settings that act in this run."""
+        parts = dict.fromkeys(self.parts, 0.0) | self._parts_in(on_gpu=on_gpu)
         if parts["negatives"] > max(parts["activations"], parts["waiting rows"]):
             if config.negatives.mined.num:
                 return "lower negatives.mined.candidates, of which each worker has a table"
@@ -63,8 +64,13 @@ class MemoryEstimate:
                 return "set bank.location=actor, so that actors hold the slots of all samples once"
             return "take nodes with more memory, since each worker has the ids of all samples"
         if parts["weights"] > parts["activations"]:
-            return "take a smaller encoder, or nodes with more memory"
+            return f"take a smaller encoder, or {'GPUs' if on_gpu else 'nodes'} with more memory"
+        if not parts["activations"]:  # of a run on GPUs
+            return "lower --batch-size, use more nodes, or take nodes with more memory"
         return f"lower --batch-size, set stages.{self.stage}.chunk_size, or use more workers and nodes"
+
+    def _parts_in(self, *, on_gpu: bool) -> dict[str, float]:
+        return {name: num_bytes for name, num_bytes in self.parts.items() if (name in self.on_gpu) == on_gpu}
 
 
 def drawing_bytes(config: RunConfig, batch_bytes: float) -> float:

@@ -84,7 +84,8 @@ def check_memory(
 def _check_worker(config: RunConfig, estimate: MemoryEstimate, answers: Answers) -> CheckResult:
     """Compare the memory of each node with the workers that it may get: Ray fills one node before the next."""
     name, host = "memory of a worker", estimate.host
-    seen = f"about {format_bytes(host)} " + ("beside the GPU" if config.gpu else f"({estimate})")
+    seen = f"about {format_bytes(host)} " + ("beside the GPU " if config.gpu else "")
+    seen += f"({estimate.describe(on_gpu=False)})"
     num_cpus = sum(answer.node.num_cpus for answer in answers)
     counts = [(answer, workers_on(answer.node, config, num_cpus)) for answer in answers]
     counts = [(answer, count) for answer, count in counts if count]
@@ -93,17 +94,17 @@ def _check_worker(config: RunConfig, estimate: MemoryEstimate, answers: Answers)
     answer, count = min(counts, key=lambda each: available_memory(each[0]) - each[1] * host)
     available = available_memory(answer)
     seen += f"; {count} on {answer.node.name}, which has {format_bytes(max(0.0, available))} free"
-    return passed_if(count * host <= available, name, seen, estimate.remedy(config))
+    return passed_if(count * host <= available, name, seen, estimate.remedy(config, on_gpu=False))
 
 
 def _check_gpu(config: RunConfig, estimate: MemoryEstimate, nodes: Sequence[Node]) -> CheckResult:
     name, num_bytes = "memory of a GPU", estimate.gpu + CUDA_BYTES
-    seen = f"about {format_bytes(num_bytes)} ({estimate})"
+    seen = f"about {format_bytes(num_bytes)} ({estimate.describe(on_gpu=True)})"
     smallest = smallest_gpu(nodes)
     if smallest is None:
         return passed(name, f"{seen}; no GPU is free now, so nothing to compare")
     seen += f"; the smallest has {format_bytes(smallest)}"
-    return passed_if(num_bytes <= smallest, name, seen, estimate.remedy(config))
+    return passed_if(num_bytes <= smallest, name, seen, estimate.remedy(config, on_gpu=True))
 
 
 def check_decoded_data(config: RunConfig, data: DataSummary, answers: Answers) -> CheckResult:

@@ -26,7 +26,7 @@ from raycl.gpus import available_cores
 from raycl.inference.embed import columns_for, embedded_tables, formats_of, representations, row_bytes
 from raycl.inference.encoder import read_encoders
 from raycl.inference.preflight import check_options
-from raycl.inference.reading import connect_unless_small, counting_decoder, read_images
+from raycl.inference.reading import connect_unless_small, counting_decoder, read_images, report_unread
 from raycl.models.encoder_io import ImageEncoder
 from raycl.models.specs import ImageEncoderSpec
 from raycl.training.process import prepared_process
@@ -90,6 +90,7 @@ def evaluate(
     for source in sources.values():
         check_no_splits(source)
     _check_labels(sources)
+    report_unread(sources.values(), quiet=quiet)
     if not quiet:
         _warn_of_equal_sets(sources)
     num_rows = sum(source.num_rows for source in sources.values())

@@ -17,17 +17,17 @@ from raycl.data.codecs import Formats
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import Decoder, decode_dataset, decode_here, decode_source, decode_table
 from raycl.data.ids import IdFormat
-from raycl.data.in_memory import Batch, InMemoryDataset, pixels_of, tokens_of
+from raycl.data.in_memory import Batch, InMemoryDataset, pixels_of, texts_of
 from raycl.data.read_stats import ReadStats
-from raycl.data.sources import Source, find_source
-from raycl.data.texts import TextFormat
+from raycl.data.sources import Source, check_no_splits, find_source
+from raycl.data.texts import TextsFormat, Tokens
 from raycl.distributed.device_copy import upload
 from raycl.evaluation.embed import embed
 from raycl.gpus import check_gpu
 from raycl.inference.encoder import read_encoders
 from raycl.inference.index import write_index
 from raycl.inference.preflight import check_index, check_inputs
-from raycl.inference.reading import connect_unless_small, counting_decoder
+from raycl.inference.reading import connect_unless_small, counting_decoder, report_unread
 from raycl.lease import writing_new
 from raycl.models.encoder_io import ImageEncoder, SavedEncoder, TextEncoder
 from raycl.models.registry import SideName, trusted_packages
@@ -57,13 +57,14 @@ def embed_to_parquet(
 ) -> ReadStats:
     """Embed all images or texts at ``data`` with the encoder of ``run``, into a folder of parquet files.
 
+    A row with a list of texts has the representation of the first one.
     Columns: ``sample_id``, ``label`` (-1 if missing), ``representation`` (float32 list), and ``query_id`` or
     ``document_id`` if ``columns`` names them, as the numbers that a run compares. ``side`` selects one of two towers.
     ``index="faiss"`` also writes ``_index.faiss`` to the folder: an exact FAISS index of the rows by cosine, whose
     ids are the sample ids. This process then holds all representations in memory once. A run that trained your own
     module needs it as ``network``. Returns the read statistics, with invalid rows by cause. Raises ``StorageError``
-    if the output exists, ``ConfigError`` if FAISS is not installed, and ``DataError`` if too many rows are invalid,
-    which leaves nothing at the output.
+    if the output exists, ``ConfigError`` if FAISS is not installed, and ``DataError`` for a folder of splits or if
+    too many rows are invalid, which leaves nothing at the output.
     """
     check_index(index)
     run, data, output = os.fspath(run), os.fspath(data), os.fspath(output)
@@ -72,6 +73,8 @@ def embed_to_parquet(
         (saved,) = read_encoders(run, [side], network=network)
         encoder = saved.build(network)
         source = find_source(data, columns_for(encoder, columns))
+        check_no_splits(source)
+        report_unread([source], quiet=quiet)
         connect_unless_small(source.num_rows * row_bytes(encoder), gpu=gpu, address=address, debug=debug)
         with counting_decoder(
             {**formats_of(encoder), **{role: IdFormat() for role in IDS if role in source.columns.contents}},
@@ -244,7 +247,7 @@ def formats_of(encoder: ImageEncoder | TextEncoder) -> Formats:
     if isinstance(encoder, ImageEncoder):
         return {"image": encoder.spec.image_format()}
     spec = encoder.spec
-    return {"text": TextFormat(tokenizer=encoder.tokenizer, max_length=spec.max_tokens, prompt=spec.prompt)}
+    return {"text": TextsFormat(tokenizer=encoder.tokenizer, max_length=spec.max_tokens, prompt=spec.prompt)}
 
 
 def columns_for(encoder: ImageEncoder | TextEncoder, columns: ColumnNames | None) -> ColumnNames:
@@ -255,11 +258,16 @@ def columns_for(encoder: ImageEncoder | TextEncoder, columns: ColumnNames | None
 
 
 def encoder_input(encoder: ImageEncoder | TextEncoder, batch: Batch) -> Tensor:
-    """Return the encoder's input for a batch, on the encoder's device."""
+    """Return the encoder's input for a batch, on the encoder's device: the images, or the first text of each row."""
     is_image = isinstance(encoder, ImageEncoder)
-    values = pixels_of(batch).images if is_image else tokens_of(batch, "text").padded()
+    values = pixels_of(batch).images if is_image else _first_texts(batch).padded()
     (moved,) = upload([torch.from_numpy(values)], next(encoder.parameters()).device)
     return encoder.prepare(moved) if is_image else moved
+
+
+def _first_texts(batch: Batch) -> Tokens:
+    texts = texts_of(batch, "text")
+    return texts.picked(np.zeros(len(texts), np.int64))
 
 
 def representations(tables: Sequence[pa.Table], width: int) -> Tensor:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable
 from importlib.util import find_spec
 
-from raycl.data.sources import check_exists
+from raycl.data.sources import check_exists, check_output_is_outside
 from raycl.errors import ConfigError, StorageError, first_line
 from raycl.gpus import are_missing, check_gpu
 from raycl.lease import check_absent
@@ -89,7 +89,7 @@ def check_inputs(
     """Check that the encoder of ``run`` and the sets in ``data`` exist and ``output`` does not.
 
     Raises:
-        ConfigError: The side is unknown, or this machine, where Ray would start, has no GPU.
+        ConfigError: The side is unknown, ``output`` lies in a set, or this machine, where Ray would start, has no GPU.
         StorageError: ``run`` has neither an encoder nor a checkpoint, or ``output`` exists.
         DataError: A set does not exist.
     """
@@ -100,7 +100,9 @@ def check_inputs(
         raise StorageError(
             f"found no encoder at {run} (no {SPEC}, no checkpoint); give the --output of a run"
         )
-    for uri in filter(None, data):
+    sets = [uri for uri in data if uri]
+    for uri in sets:
         check_exists(uri)
     if output is not None:
+        check_output_is_outside(output, sets)
         check_absent(output)

@@ -2,7 +2,8 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any, final
@@ -27,6 +28,12 @@ from raycl.training.coordinator import RunCoordinator, rows_in, start_coordinato
 
 MAX_BYTES = 256 * 2**20  # of decoded rows and their representations that one process holds without Ray
 TEXTS = ("text", "caption", "query", "document")
+
+
+def report_unread(sources: Iterable[Source], *, quiet: bool) -> None:
+    """Print the files and labels of these sources that are not read, unless ``quiet``."""
+    for line in (line for source in sources if not quiet for line in source.unread()):
+        print(line, file=sys.stderr)
 
 
 def connect_unless_small(

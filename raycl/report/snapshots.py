@@ -19,6 +19,7 @@ from raycl.report.plots import HUES, INK, MARKERS, MUTED, NUM_HUES, PAPER, Drawi
 NUM_QUERIES, NUM_NEIGHBORS = 8, 6
 _MAX_GROUPS = 10  # colors of a map, for the most frequent labels; the other labels share one
 _MAP_HEIGHT = 340  # pixels
+_QUERIES_PER_BLOCK = 512  # of a search, whose similarities are in memory at once
 _MIN_ROWS_OF_TSNE = 30
 _MIN_DEVIATION = 1e-3  # of embeddings: below it a map would show rounding
 _MAX_CHARACTERS = 130  # of a text
@@ -165,6 +166,16 @@ class NeighborSearch:
         """Return neighbors, cosines, and whether each is right, [num_queries, NUM_NEIGHBORS] or narrower."""
         rows = self._snapshot.embedding.astype(np.float32)
         keys = rows if self._snapshot.key is None else self._snapshot.key.astype(np.float32)
+        starts = range(0, max(1, len(queries)), _QUERIES_PER_BLOCK)
+        blocks = [self._nearest(rows, keys, queries[start : start + _QUERIES_PER_BLOCK]) for start in starts]
+        found, cosines = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
+        classes = self._key_number if self._has_keys else self._probes.label
+        return found, cosines, classes[found] == classes[queries, None]
+
+    def _nearest(
+        self, rows: NDArray[np.float32], keys: NDArray[np.float32], queries: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Return the neighbors and their cosines of a block of queries."""
         with np.errstate(invalid="ignore"):
             cosines = rows[queries] @ keys.T
         cosines[np.isnan(cosines)] = -np.inf
@@ -172,9 +183,8 @@ class NeighborSearch:
         if not self._has_keys:
             cosines[np.arange(len(queries)), queries] = -np.inf  # the query itself
             count = min(count, len(rows) - 1)
-        found = np.argsort(-cosines, axis=1, kind="stable")[:, :count]
-        classes = self._key_number if self._has_keys else self._probes.label
-        return found, np.take_along_axis(cosines, found, 1), classes[found] == classes[queries, None]
+        found = np.argsort(-cosines, axis=1, kind="stable")[:, :count].copy()  # not a view of all positions
+        return found, np.take_along_axis(cosines, found, 1)
 
     def cards(self, queries: NDArray[np.int64]) -> list[list[NeighborCard]]:
         """Return the neighbors of each query, nearest first."""

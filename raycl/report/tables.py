@@ -24,6 +24,10 @@ def run_facts(run: Run) -> list[tuple[str, str]]:
         negatives = ["the whole data set, by partition functions"]
     elif config.negatives.store != "none" and not all(has_neighbors):
         negatives.append(config.negatives.store.replace("_", " "))
+    if config.data.kind == "pairs" and config.negatives.explicit:
+        negatives.append("explicit ones where pairs have them")
+    if config.negatives.mined.num:
+        negatives.append("mined")
     facts = {
         "Data": str(run.data.get("data") or "a Ray Dataset"),
         "Recipe": config.recipe,
@@ -31,7 +35,7 @@ def run_facts(run: Run) -> list[tuple[str, str]]:
         "Encoder": config.encoder.name,
         "Loss": ", ".join(dict.fromkeys(stage.loss for stage in config.stages)),
         "Positives": "the nearest rows of the queue" if any(has_neighbors) else NONE,
-        "Negatives": " and ".join(negatives) or "explicit ones of the pairs",
+        "Negatives": " and ".join(negatives) or NONE,
         "Batch size": ", ".join(f"{stage.batch_size:,}" for stage in config.stages),
         "Workers": _count(history["workers"].last),
         "Steps": _count(result.get("steps", history["step"].last)),

@@ -39,11 +39,11 @@ def write_comparison(runs: Sequence[str], output: str = COMPARISON) -> Place:
 @contextlib.contextmanager
 def reported(output: str) -> Iterator[None]:
     """Write the page of the run inside when it ends, finished or failed, unless it was refused."""
-    before = _result_of(output)
+    before = _result_written_at(output)
     try:
         yield
     except RayclError:
-        if _result_of(output) != before:  # a refused run writes no result
+        if _result_written_at(output) != before:  # a refused run writes no result
             _report_at_the_end(output)
         raise
     _report_at_the_end(output)
@@ -55,10 +55,10 @@ def _write(place: Place, page: str) -> Place:
     return place
 
 
-def _result_of(output: str) -> str | None:
+def _result_written_at(output: str) -> float | None:
+    """Return when the result was written: a run that fails again may write the same one."""
     with contextlib.suppress(RayclError):
-        place = Place(output) / RESULT
-        return place.read_text() if place.exists() else None
+        return Place(output).written_at().get(RESULT)
     return None
 
 

@@ -13,7 +13,7 @@ from raycl.data.click_logs import group_dataset, group_source, grouped_columns
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import Decoder, classes_of, columns_of, decode_dataset, decode_source
 from raycl.data.read_stats import ReadStats
-from raycl.data.sources import Fragment, Source
+from raycl.data.sources import Fragment, Source, plain_values
 from raycl.data.weights import check_weight_columns
 from raycl.errors import DataError
 from raycl.ray_runtime import unwrap_ray_errors
@@ -167,7 +167,7 @@ def _values_of_dataset(dataset: Any, columns: ColumnNames) -> Iterator[tuple[str
     names = columns.contents
     chosen = dataset.select_columns(list(names.values()))
     for batch in chosen.iter_batches(batch_format="pyarrow", batch_size=1_024):
-        yield from ((role, batch[name].to_pylist()) for role, name in names.items())
+        yield from ((role, plain_values(batch[name])) for role, name in names.items())
 
 
 def _valid_texts(values: list[Any]) -> Iterator[str]:

@@ -202,14 +202,8 @@ def _check_towers(config: RunConfig, network: nn.Module | None, vocabulary: Voca
 
 def _report_skipped(data: DataModule, run: ValidatedRun, report: Printer) -> None:
     for source in run.sources:
-        if source.ignored:
-            ignored = ", ".join(f"{count} {ending}" for ending, count in source.ignored)
-            where = f" in {source.uri}" if len(run.sources) > 1 else ""
-            report(f"ignored files that are not images{where}: {ignored}")
-        if source.ignored_label:
-            report(
-                f"ignored the column 'label' of {source.uri}: it holds {source.ignored_label}, not integers or text"
-            )
+        for line in source.unread():
+            report(line)
     if not data.can_be_evaluated and run.config.evaluation.every_epochs != 0:
         report("the samples have no labels: no periodic kNN")
 

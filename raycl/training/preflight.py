@@ -19,7 +19,7 @@ from raycl.config.overrides import config_from_yaml, config_to_yaml, differences
 from raycl.data.columns import ColumnNames, check_labels
 from raycl.data.embeddings import check_embeddings
 from raycl.data.mixed import batch_counts
-from raycl.data.sources import Source, check_no_splits, find_source
+from raycl.data.sources import Source, check_no_splits, check_output_is_outside, find_source
 from raycl.errors import ConfigError, DataError
 from raycl.gpus import are_missing, check_gpus
 from raycl.lease import Lease, writing
@@ -79,6 +79,8 @@ def validate_run(
     if config.data.cache == "stream":
         check_streamed(config)
     place = Place(absolute(output))
+    if not (place / CONFIG).exists():  # runs of older versions may lie in the data
+        check_output_is_outside(output, data)
     with writing(place) as lease:
         check_output(config, place, resume=resume)
         if data:

@@ -383,7 +383,7 @@ function tellNeighbors(neighbors, queryId) {
 
 async function markLabel(card, id, queryId) {
   const [own, query] = await Promise.all([samples.get(id), samples.get(queryId)]).catch(() => []);
-  if (!query || own.label === null || query.label === null) return null;
+  if (!own || !query || own.label === null || query.label === null) return null; // a sample could not be read
   const same = own.label === query.label;
   card.classList.add(same ? "same" : "other");
   if (same) card.querySelector(".label").lastChild.append(" ✓");
