@@ -289,7 +289,9 @@ class RunConfig(Section):
         return stage.batch_size // max(self.batchnorm_groups, self.workers_of(stage))
 
     def without_hinge(self, stage: Stage) -> Stage:
-        """Return the stage with cross-entropy instead of the hinge."""
+        """Return the stage with cross-entropy instead of the hinge; a stage without a hinge stays as it is."""
+        if not stage.has_hinge:
+            return stage
         loss = stage.loss
         if not LOSSES[loss].mixes:
             loss = cross_entropy_for(
