@@ -39,7 +39,7 @@ class Writer:
 
     host: str
     pid: int
-    started: str | None  # the start time, since process ids are reused
+    started: str | None  # the start time, since process ids are reused; None if hidden, as on macOS
     machine: str | None  # the boot and container that define process ids; None outside Linux
     command: str
     since: str
@@ -48,10 +48,13 @@ class Writer:
     @classmethod
     def here(cls) -> Self:
         """Describe this process."""
+        started = None
+        with contextlib.suppress(PermissionError):  # macOS has no /proc
+            started = _started(os.getpid())
         return cls(
             host=socket.gethostname(),
             pid=os.getpid(),
-            started=_started(os.getpid()),
+            started=started,
             machine=_machine(),
             command=this_command(),
             since=f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",

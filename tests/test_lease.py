@@ -84,6 +84,21 @@ def claims_in(output: Place) -> list[str]:
     return [name for name in output.written_at() if ".writer-" in name]
 
 
+def test_a_system_without_proc_has_writers(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(stat: str) -> list[str]:
+        raise FileNotFoundError(stat)
+
+    monkeypatch.setattr(lease, "_fields", missing)
+    place = Place(str(tmp_path / "run"))
+    with writing(place) as held:
+        assert (held.writer.started, held.writer.is_alive()) == (None, None)
+        held.check()
+        with pytest.raises(ConfigError, match="has been writing to"), writing(place):
+            pass
+
+
 def test_a_live_writer_is_named_and_keeps_its_output(output: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/bin/raycl", "train", "simclr"])
     with writing(output) as own:
