@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
-from raycl.errors import ConfigError, RayclError, RunError, StorageError
+from raycl.errors import ConfigError, RayclError, RunError, ShardAwayError, StorageError
 from raycl.negatives import KeyQueue, MemoryBank, Negatives, rpc
 from raycl.negatives.actor import BankActor, MemoryBankActor, QueueActor
 from raycl.negatives.bank import Bank, connect_bank
@@ -559,22 +559,23 @@ def test_invalid_calls_are_refused_in_one_line_without_writing(
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"),
+    ("answer", "kind", "message"),
     [
-        (ActorUnavailableError("gone\nfar", None), "did not answer 'info': The actor None is unavailable: gone; check"),
-        (GetTimeoutError("slow"), "no answer within 5 s"),
-        (ActorDiedError(), "did not answer 'info': The actor died unexpectedly"),
-        (RayTaskError("call", "a\nb", KeyError("k")), r"^the bank's shard 'bank/0' failed in 'info' with KeyError\('k'\); its log"),
+        (ActorUnavailableError("gone\nfar", None), ShardAwayError, "did not answer 'info': The actor None is unavailable: gone; check"),
+        (GetTimeoutError("slow"), ShardAwayError, "no answer within 5 s"),
+        (ActorDiedError(), ShardAwayError, "did not answer 'info': The actor died unexpectedly"),
+        (RayTaskError("call", "a\nb", KeyError("k")), RunError, r"^the bank's shard 'bank/0' failed in 'info' with KeyError\('k'\); its log"),
     ],
 )  # fmt: skip
 def test_a_permanently_lost_shard_is_an_error_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, answer: Exception, message: str
+    monkeypatch: pytest.MonkeyPatch, answer: Exception, kind: type[RunError], message: str
 ) -> None:
     monkeypatch.setattr(rpc, "actor_facts", lambda actor: {"State": "DEAD"})
     actor = SimpleNamespace(info=SimpleNamespace(remote=lambda: answer))
     connection = ShardConnection(actor, "bank/0", timeout_s=5)
     with pytest.raises(RunError, match=message) as error:
         connection.ask(BankActor.info)
+    assert type(error.value) is kind
     assert "\n" not in str(error.value) and "'bank/0'" in str(error.value)
     assert connection.waited_s <= 5
 
