@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -150,6 +151,7 @@ def _train_group(job: Job, report: Printer) -> Outcome:
         run_worker,
         began=job.began,
         pools=job.pools,
+        run_id=uuid.uuid5(uuid.NAMESPACE_URL, job.output.uri).hex,
         # By reference: the controller would import all modules of the workers.
         train_loop_config={"job": ray.put(job)},
         scaling_config=ScalingConfig(
