@@ -313,6 +313,22 @@ def test_a_process_without_its_lease_writes_no_metrics(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
+def test_a_node_that_does_not_see_the_output_is_named(
+    output: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = Lease(output, output, ".writer-", ".writer-own", replace(Writer.here(), host="driver"))
+    monkeypatch.setattr("socket.gethostname", lambda: "node")
+    message = rf"^this node, node, does not see the files that driver wrote to {tmp_path}/run; give a folder that all"
+    if not output.is_local:
+        message = "^this process lost its lease on s3://"
+    with pytest.raises(RunError, match=message) as error:
+        lost.check()
+    assert "\n" not in str(error.value)
+    claim_of(output)
+    with pytest.raises(RunError, match="^this process lost its lease .* the writer is now process"):
+        lost.check()
+
+
 def wait_for_more(journal: Path) -> None:
     """Wait for the next write: a crash must not lock an output permanently."""
     size, until = journal.stat().st_size if journal.exists() else 0, time.monotonic() + 60
