@@ -101,7 +101,7 @@ class RunConfig(Section):
     """Prediction head of the queries."""
 
     learn_temperature: bool = False
-    """Whether to learn the temperature, starting at the first stage's, above 0.01 as in CLIP."""
+    """Whether to learn the temperature, starting at the first stage's; at least 0.01, as in CLIP."""
 
     key: Literal["tower", "momentum_encoder", "memory_bank"] = "tower"
     """Source of the keys: the ``tower`` itself (SimCLR), a ``momentum_encoder`` (MoCo), or the sample's
