@@ -8,6 +8,7 @@ RayclError
     ├── NonFiniteLossError
     ├── CollapseError
     ├── ReplayError
+    ├── ShardAwayError
     └── StoppedError   the run was interrupted by a signal     (exit status 143, Ctrl-C 130)
 """
 
@@ -44,6 +45,10 @@ class CollapseError(RunError):
 
 class ReplayError(RunError):
     """A chunk of an accumulated batch had different embeddings in the second pass."""
+
+
+class ShardAwayError(RunError):
+    """A shard of a bank did not answer in time; a run restarts its workers, up to ``max_failures`` times."""
 
 
 class StoppedError(RunError):

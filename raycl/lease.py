@@ -39,7 +39,7 @@ class Writer:
 
     host: str
     pid: int
-    started: str | None  # the start time, since process ids are reused
+    started: str | None  # the start time, since process ids are reused; None if hidden, as on macOS
     machine: str | None  # the boot and container that define process ids; None outside Linux
     command: str
     since: str
@@ -48,10 +48,13 @@ class Writer:
     @classmethod
     def here(cls) -> Self:
         """Describe this process."""
+        started = None
+        with contextlib.suppress(PermissionError):  # macOS has no /proc
+            started = _started(os.getpid())
         return cls(
             host=socket.gethostname(),
             pid=os.getpid(),
-            started=_started(os.getpid()),
+            started=started,
             machine=_machine(),
             command=this_command(),
             since=f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
@@ -92,7 +95,13 @@ class Lease:
     def check(self) -> None:
         """Raise ``RunError`` if another process has taken over; call it before each write."""
         if not self._claim.exists():
-            others = ", ".join(str(self._writer(name)) for name in self._claims()) or "no process"
+            claims = self._claims()
+            if self.folder.is_local and not claims and self.writer.host != socket.gethostname():
+                raise RunError(
+                    f"this node, {socket.gethostname()}, does not see the files that {self.writer.host} wrote to {self.output}; "
+                    "give a folder that all nodes share, or s3://BUCKET/PREFIX, as --output"
+                )
+            others = ", ".join(str(self._writer(name)) for name in claims) or "no process"
             raise RunError(
                 f"this process lost its lease on {self.output}: its claim was removed, as after a minute without "
                 f"renewal, and the writer is now {others}; repeat the command once no other process writes there"

@@ -111,6 +111,7 @@ class LossSettings:
     bank_momentum: float = 0.5
 
 
+MIN_TEMPERATURE = 0.01  # of a learned temperature, as CLIP clips its scale at 100
 MIXED = "hinge"  # the loss that ``hinge_weight`` mixes into others
 _ANY_KEY = ("tower", "momentum_encoder", "memory_bank")
 LOSSES: dict[str, LossSpec] = {

@@ -193,8 +193,10 @@ def check_resources(*, workers: int, cpus_per_worker: float, gpu: bool, spare_cp
 def cpus_for_a_worker(*, workers: int, spare_cpus: float) -> float:
     """Return one CPU, or less if the cluster could not hold all workers and ``spare_cpus`` otherwise."""
     have = ray.cluster_resources().get("CPU", 1.0)
-    # Ray counts in parts of a ten-thousandth; rounding down to a tenth keeps the sum below the total.
-    return 1.0 if have >= workers + spare_cpus else max(0.1, int(10 * (have - spare_cpus) / workers) / 10)
+    if have >= workers + spare_cpus:
+        return 1.0
+    # Sixteenths are exact in binary: from a sum of three times 0.3, Ray Train takes two workers' CPUs.
+    return max(1 / 16, int(16 * (have - spare_cpus) / workers) / 16)
 
 
 def crowding(workers: int) -> str | None:

@@ -21,6 +21,7 @@ from raycl.config.overrides import config_from_yaml, config_to_yaml, override
 from raycl.config.schema import AugmentConfig, MomentumEncoderConfig, Section, TextConfig
 from raycl.data.columns import ColumnNames
 from raycl.errors import ConfigError
+from raycl.loss_specs import LOSSES, MIXED
 from raycl.models.blocks import residual_blocks
 from raycl.models.build import build_towers
 from raycl.negatives.bank import Bank
@@ -594,6 +595,17 @@ def test_the_temperature_of_a_hinge_is_active_after_a_rollback() -> None:
     assert why_inactive(hinge, "stages.0.temperature") is not None
     hinge = override(hinge, {"monitor.on_collapse": "rollback", "stages.0.temperature": 0.5})
     assert hinge.without_hinge(hinge.stages[0]).temperature == 0.5
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES.keys() - {MIXED}))
+def test_cross_entropy_replaces_the_hinge_and_no_other_loss(loss: str) -> None:
+    config = recipe("two_tower")  # its loss is clip
+    stage = config.stages[0].model_copy(update={"loss": loss})
+    assert config.without_hinge(stage) == stage
+    assert config.without_hinge(stage.model_copy(update={"loss": MIXED})).loss == "clip"
+    if LOSSES[loss].mixes:
+        mixed = stage.model_copy(update={"hinge_weight": 0.2, "final_hinge_weight": 0.5})
+        assert config.without_hinge(mixed) == stage
 
 
 def test_settings_of_tokenizer_training_require_a_trained_tokenizer() -> None:

@@ -13,16 +13,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
-from raycl.errors import ConfigError, RayclError, RunError, StorageError
-from raycl.negatives import KeyQueue, MemoryBank, Negatives, rpc
+from raycl.errors import ConfigError, RayclError, RunError, ShardAwayError, StorageError
+from raycl.negatives import KeyQueue, MemoryBank, Negatives, rpc, start
 from raycl.negatives.actor import BankActor, MemoryBankActor, QueueActor
 from raycl.negatives.bank import Bank, connect_bank
 from raycl.negatives.client import MemoryBankClient, QueueClient
 from raycl.negatives.memory_bank import normalized
 from raycl.negatives.rpc import ShardConnection
 from raycl.negatives.search import checked_query, nearest
-from raycl.negatives.snapshot import read_current, write_samples
+from raycl.negatives.snapshot import Current, read_current, write_current, write_samples
 from raycl.negatives.spec import BankSpec
+from raycl.negatives.start import start_bank
 from raycl.negatives.store import concatenate
 from raycl.storage import Place
 
@@ -559,22 +560,23 @@ def test_invalid_calls_are_refused_in_one_line_without_writing(
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"),
+    ("answer", "kind", "message"),
     [
-        (ActorUnavailableError("gone\nfar", None), "did not answer 'info': The actor None is unavailable: gone; check"),
-        (GetTimeoutError("slow"), "no answer within 5 s"),
-        (ActorDiedError(), "did not answer 'info': The actor died unexpectedly"),
-        (RayTaskError("call", "a\nb", KeyError("k")), r"^the bank's shard 'bank/0' failed in 'info' with KeyError\('k'\); its log"),
+        (ActorUnavailableError("gone\nfar", None), ShardAwayError, "did not answer 'info': The actor None is unavailable: gone; check"),
+        (GetTimeoutError("slow"), ShardAwayError, "no answer within 5 s"),
+        (ActorDiedError(), ShardAwayError, "did not answer 'info': The actor died unexpectedly"),
+        (RayTaskError("call", "a\nb", KeyError("k")), RunError, r"^the bank's shard 'bank/0' failed in 'info' with KeyError\('k'\); its log"),
     ],
 )  # fmt: skip
 def test_a_permanently_lost_shard_is_an_error_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, answer: Exception, message: str
+    monkeypatch: pytest.MonkeyPatch, answer: Exception, kind: type[RunError], message: str
 ) -> None:
     monkeypatch.setattr(rpc, "actor_facts", lambda actor: {"State": "DEAD"})
     actor = SimpleNamespace(info=SimpleNamespace(remote=lambda: answer))
     connection = ShardConnection(actor, "bank/0", timeout_s=5)
     with pytest.raises(RunError, match=message) as error:
         connection.ask(BankActor.info)
+    assert type(error.value) is kind
     assert "\n" not in str(error.value) and "'bank/0'" in str(error.value)
     assert connection.waited_s <= 5
 
@@ -587,3 +589,66 @@ def test_clients_wait_for_a_shard_that_ray_restarts(tmp_path: Path, monkeypatch:
     connection = ShardConnection(restarting, "bank/0", timeout_s=5)
     assert connection.ask(BankActor.info).attempt == 0
     assert connection.waited_s > 0
+
+
+@pytest.fixture
+def starting(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Start banks whose actors never answer; keeps the time that they got and the actors that were killed."""
+    seen = SimpleNamespace(error=GetTimeoutError("slow"), timeout_s=0.0, killed=[], node="")
+
+    def get(answers: Any, timeout: float) -> None:
+        seen.timeout_s = timeout
+        raise seen.error
+
+    actor = SimpleNamespace(info=SimpleNamespace(remote=lambda: None))
+    for name in ("_check_memory", "_stop_predecessor"):
+        monkeypatch.setattr(start, name, lambda _: None)
+    monkeypatch.setattr(start, "_create_actors", lambda _: [actor])
+    monkeypatch.setattr(start, "actor_facts", lambda _: {"Address": {"IPAddress": seen.node}})
+    monkeypatch.setattr(start.ray, "get", get)
+    monkeypatch.setattr(start.ray, "kill", seen.killed.append)
+    return seen
+
+
+def test_a_bank_with_a_snapshot_gets_time_to_read_it(starting: SimpleNamespace, tmp_path: Path) -> None:
+    spec = a_spec("queue", tmp_path, capacity=10**6)
+    with pytest.raises(RunError, match="found no place within 120 s: 1 shards need"):
+        start_bank(spec)
+    assert starting.timeout_s == spec.timeout_s
+    write_current(spec, Current(step=1))
+    starting.node = "a"
+    with pytest.raises(
+        RunError, match=rf"not ready within 123 s, .*; check {tmp_path}/bank, or raise"
+    ) as error:
+        start_bank(spec)
+    assert starting.timeout_s == spec.timeout_s + 3  # 28 MB at 10 MB a second
+    assert "\n" not in str(error.value)
+
+
+def test_ctrl_c_during_the_start_of_a_bank_ends_its_actors(starting: SimpleNamespace, tmp_path: Path) -> None:
+    starting.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        start_bank(a_spec("queue", tmp_path, detached=True))
+    assert len(starting.killed) == 1
+
+
+def test_a_bank_that_does_not_answer_is_named_with_the_ways_to_remove_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect(name: str) -> Bank:
+        raise RunError(f"the bank {name!r} does not answer")
+
+    monkeypatch.setattr(start, "list_banks", lambda: ["bank"])
+    monkeypatch.setattr(start, "connect_bank", connect)
+    message = "^a bank 'bank' exists and does not answer; .* from 'bank/0' on.* ray.kill .* set bank.name"
+    with pytest.raises(RunError, match=message) as error:
+        start._stop_predecessor(a_spec("queue", tmp_path))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["queue", "memory_bank"])
+def test_clients_wait_for_a_shard_that_reads_its_snapshot(kind: str, tmp_path: Path) -> None:
+    bank = Cluster(a_spec(kind, tmp_path, dim=1_000)).bank
+    client = QueueClient(bank) if kind == "queue" else MemoryBankClient(bank, IDS)
+    shard = client._actor if isinstance(client, QueueClient) else client._shards[0]
+    assert shard.timeout_s == bank.timeout_s(for_storage=True) > bank.spec.timeout_s

@@ -137,6 +137,9 @@ INCOMPATIBLE = {  # a recipe and its settings, and a pattern of the error
     "instance_discrimination stages.0.loss=nce negatives.normalizer_momentum=null stages.1.temperature=0.5": (
         "temperatures 0.1 and 0.5, and share normalizing constant of .* or set negatives.normalizer_momentum=0.9"
     ),
+    "clip stages.0.temperature=0.005": (
+        "^stages.0.temperature 0.005 is less than 0.01, the least learned temperature; raise it, or set learn_temperature=false$"
+    ),
     "simclr stages.0.chunk_size=513": "chunk_size 513 is larger than a worker's 512 views",
     "simclr workers=2 stages.0.chunk_size=257": "chunk_size 257 is larger than a worker's 256 views",
     "simclr workers=2 min_workers=1 stages.0.chunk_size=1000": "1000 is larger than .*choose a smaller one$",

@@ -84,6 +84,21 @@ def claims_in(output: Place) -> list[str]:
     return [name for name in output.written_at() if ".writer-" in name]
 
 
+def test_a_system_without_proc_has_writers(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(stat: str) -> list[str]:
+        raise FileNotFoundError(stat)
+
+    monkeypatch.setattr(lease, "_fields", missing)
+    place = Place(str(tmp_path / "run"))
+    with writing(place) as held:
+        assert (held.writer.started, held.writer.is_alive()) == (None, None)
+        held.check()
+        with pytest.raises(ConfigError, match="has been writing to"), writing(place):
+            pass
+
+
 def test_a_live_writer_is_named_and_keeps_its_output(output: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/bin/raycl", "train", "simclr"])
     with writing(output) as own:
@@ -296,6 +311,22 @@ def test_a_process_without_its_lease_writes_no_metrics(tmp_path: Path) -> None:
         with pytest.raises(RunError, match="lost its lease"):
             log.flush()
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_a_node_that_does_not_see_the_output_is_named(
+    output: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = Lease(output, output, ".writer-", ".writer-own", replace(Writer.here(), host="driver"))
+    monkeypatch.setattr("socket.gethostname", lambda: "node")
+    message = rf"^this node, node, does not see the files that driver wrote to {tmp_path}/run; give a folder that all"
+    if not output.is_local:
+        message = "^this process lost its lease on s3://"
+    with pytest.raises(RunError, match=message) as error:
+        lost.check()
+    assert "\n" not in str(error.value)
+    claim_of(output)
+    with pytest.raises(RunError, match="^this process lost its lease .* the writer is now process"):
+        lost.check()
 
 
 def wait_for_more(journal: Path) -> None:

@@ -12,6 +12,7 @@ from unittest.mock import MagicMock
 import pytest
 
 import raycl
+from raycl.errors import RunError, ShardAwayError
 from raycl.records import CHECKPOINT_LIST, CHECKPOINTS, STATE
 from raycl.storage import Place
 from raycl.training import driver
@@ -86,6 +87,24 @@ def test_groups_that_die_in_each_upload_count_as_failures_without_progress(
     with pytest.raises(RuntimeError, match="the node was lost"):
         train(*[lambda: save(tmp_path, f"step-{next(names):08d}", complete=False)] * 9)
     assert next(names) == 13  # the third failure in a row is the last one
+
+
+def test_an_absent_shard_is_a_failure_and_other_errors_of_raycl_end_the_run(
+    train: Callable[..., list[str]],
+) -> None:
+    def lose(error: RunError) -> Callable[[], None]:
+        def group() -> None:
+            raise RuntimeError("a worker failed") from error
+
+        return group
+
+    away = lose(ShardAwayError("the bank's shard 'bank/0' did not answer 'push'"))
+    assert len(train(away, away)) == 2
+    with pytest.raises(RuntimeError, match="a worker failed"):
+        train(away, away, away)
+    left = [lose(RunError("the bank's shard 'bank/0' failed in 'push'")), pytest.fail]
+    with pytest.raises(RuntimeError, match="a worker failed"):
+        train(*left)
 
 
 def test_each_complete_checkpoint_starts_the_count_again(

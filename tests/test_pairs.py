@@ -521,6 +521,8 @@ def test_a_learned_temperature_that_starts_below_its_minimum_is_refused() -> Non
     with pytest.raises(ConfigError, match=r"is at least 0.01, came 0.005; start there"):
         LearnedTemperature(0.005)
     assert LearnedTemperature(MIN_TEMPERATURE)().item() == pytest.approx(MIN_TEMPERATURE)
+    small_config(settings={"learn_temperature": True, "stages.0.temperature": MIN_TEMPERATURE})
+    small_config(settings={"learn_temperature": False, "stages.0.temperature": 0.005})
 
 
 def test_the_temperature_is_clamped_to_its_minimum_after_the_step_and_keeps_learning() -> None:

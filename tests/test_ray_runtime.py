@@ -1,6 +1,7 @@
 """Starting and joining Ray: the joined cluster, its resources, and the environment of its processes."""
 
 import inspect
+import itertools
 import os
 import signal
 import subprocess
@@ -18,7 +19,14 @@ from ray.train.v2._internal.constants import ENABLE_PREEMPTION_WATCHER_ENV_VAR
 from raycl import ray_runtime
 from raycl.errors import ConfigError, RunError
 from raycl.negatives import bank
-from raycl.ray_runtime import _START_TIMEOUT, connect, init_ray, prestart_ray, require_single
+from raycl.ray_runtime import (
+    _START_TIMEOUT,
+    connect,
+    cpus_for_a_worker,
+    init_ray,
+    prestart_ray,
+    require_single,
+)
 
 JOINED = SimpleNamespace(dashboard_url="")
 
@@ -315,3 +323,18 @@ def test_workers_that_share_cpus_cause_a_one_line_warning(monkeypatch: pytest.Mo
         f"8 workers share 2 CPUs, {advice.format(2)}",
         f"2 workers share 1 CPU, {advice.format(1)}",
     ]
+
+
+@pytest.mark.parametrize("spare_cpus", [0.0, 1.0, 1.3])
+def test_the_cpus_of_all_workers_fit_and_are_counted_exactly(
+    spare_cpus: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for have, workers in itertools.product(range(1, 65), range(1, 65)):
+        monkeypatch.setattr("ray.cluster_resources", lambda have=have: {"CPU": float(have)})
+        cpus = cpus_for_a_worker(workers=workers, spare_cpus=spare_cpus)
+        if 16 * (have - spare_cpus) < workers:  # the check of resources refuses them
+            assert workers * cpus + spare_cpus > have
+            continue
+        assert workers * cpus + spare_cpus <= have
+        assert sum([cpus] * workers) // cpus == workers  # as Ray Train counts what is reserved
+        assert cpus == 1.0 or (workers * (cpus + 1 / 16) + spare_cpus) > have

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -24,6 +25,11 @@ from raycl.losses.example_ids import ExampleIds
 from raycl.losses.info_nce import InfoNce
 from raycl.losses.nt_xent import NtXent
 from raycl.losses.objective import Objective, StoreBatch
+from raycl.losses.poly_view import PolyView
+from raycl.losses.supcon import SupCon
+from raycl.step_replay.record import read_record
+from raycl.step_replay.restore import train_until
+from raycl.step_replay.rows import read_rows
 from raycl.step_replay.softmax import SideWeights, WatchedObjective, explain
 from tests.images import write_digits
 from tests.recorded_runs import record_run, small_config
@@ -268,6 +274,25 @@ def test_a_sample_is_found_in_the_steps_that_drew_it(run: Path) -> None:
         expected = [(step, ids.index(sample)) for step, ids in enumerate(by_step, 1) if sample in ids]
         assert [(each["step"], each["row"]) for each in found] == expected
         assert expected
+
+
+@pytest.mark.parametrize(("loss", "objective"), [("supcon", SupCon), ("poly_view", PolyView)])
+def test_a_rollback_leaves_the_loss_of_a_later_stage(loss: str, objective: type, tmp_path: Path) -> None:
+    stages = {"stages.0.loss": "hinge", "stages.0.steps": 1, "stages.1.loss": loss, "stages.1.steps": 2}
+    settings = {**stages, "monitor.on_collapse": "rollback", "data.columns.label": "label"}
+    data = write_digits(tmp_path / "digits.parquet", 80)
+    run = record_run(small_config("simclr", settings), data, tmp_path / "run")
+    before = train_until(read_rows(read_record(str(run))), 2)
+    used: list[Objective] = []
+
+    def watch(objective: Objective) -> Objective:
+        used.append(objective)
+        return objective
+
+    runner = before.runner
+    runner.position = replace(runner.position, rollbacks=1, cross_entropy_until=10)
+    assert math.isfinite(runner.step(before.views, watch=watch).loss)
+    assert isinstance(used[0], objective)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from raycl.config.conditions import why_inactive
 from raycl.config.schema import SMALLEST_VIEW, PoolConfig
 from raycl.config.stage import Stage
-from raycl.loss_specs import LOSSES, MIXED, join_names
+from raycl.loss_specs import LOSSES, MIN_TEMPERATURE, MIXED, join_names
 from raycl.models.registry import VITS
 
 if TYPE_CHECKING:
@@ -238,7 +238,13 @@ def _check_losses(run: "RunConfig") -> str | None:
 
 
 def _check_temperatures(run: "RunConfig") -> str | None:
-    """Check that stages have one temperature if they share values that are stored for one."""
+    """Check the start of a learned temperature, and that stages that share values of one temperature have one."""
+    is_learned = run.learn_temperature and not why_inactive(run, "learn_temperature")
+    if is_learned and run.stages[0].temperature < MIN_TEMPERATURE:
+        return (
+            f"stages.0.temperature {run.stages[0].temperature:g} is less than {MIN_TEMPERATURE:g}, the least learned temperature; "
+            "raise it, or set learn_temperature=false"
+        )
     is_constant = run.negatives.normalizer_momentum is None
     sharing = [
         stage
@@ -247,7 +253,7 @@ def _check_temperatures(run: "RunConfig") -> str | None:
         or (is_constant and "normalizer_momentum" in LOSSES[stage.loss].settings)
     ]
     temperatures = list(dict.fromkeys(f"{stage.temperature:g}" for stage in sharing))
-    if len(temperatures) < 2 or (run.learn_temperature and not why_inactive(run, "learn_temperature")):
+    if is_learned or len(temperatures) < 2:
         return None
     stored = "partition functions" if LOSSES[sharing[0].loss].partition else "normalizing constant"
     other = "" if LOSSES[sharing[0].loss].partition else ", or set negatives.normalizer_momentum=0.9"

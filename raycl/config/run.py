@@ -101,7 +101,7 @@ class RunConfig(Section):
     """Prediction head of the queries."""
 
     learn_temperature: bool = False
-    """Whether to learn the temperature, starting at the first stage's, above 0.01 as in CLIP."""
+    """Whether to learn the temperature, starting at the first stage's; at least 0.01, as in CLIP."""
 
     key: Literal["tower", "momentum_encoder", "memory_bank"] = "tower"
     """Source of the keys: the ``tower`` itself (SimCLR), a ``momentum_encoder`` (MoCo), or the sample's
@@ -289,7 +289,9 @@ class RunConfig(Section):
         return stage.batch_size // max(self.batchnorm_groups, self.workers_of(stage))
 
     def without_hinge(self, stage: Stage) -> Stage:
-        """Return the stage with cross-entropy instead of the hinge."""
+        """Return the stage with cross-entropy instead of the hinge; a stage without a hinge stays as it is."""
+        if not stage.has_hinge:
+            return stage
         loss = stage.loss
         if not LOSSES[loss].mixes:
             loss = cross_entropy_for(

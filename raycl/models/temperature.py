@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from raycl.errors import ConfigError
-
-MIN_TEMPERATURE = 0.01
+from raycl.loss_specs import MIN_TEMPERATURE
 
 
 @final

@@ -1,5 +1,6 @@
 """The handle of a bank: snapshots, and questions from any process at any time."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -57,9 +58,13 @@ class Bank:
         """Keep the specification and the actors of the shards, in order."""
         self.spec, self.actors = spec, actors
 
+    def timeout_s(self, *, for_storage: bool = False) -> float:
+        """Return how long to wait for a shard; ``for_storage``, with time to write or read a snapshot."""
+        return self.spec.timeout_s + (math.ceil(self.spec.bytes_of(0) / _SLOW_STORAGE) if for_storage else 0)
+
     def connections(self, *, for_storage: bool = False) -> list[ShardConnection]:
-        """Return a new connection to each shard; one ``for_storage`` has time to write a snapshot."""
-        timeout_s = self.spec.timeout_s + (self.spec.bytes_of(0) / _SLOW_STORAGE if for_storage else 0.0)
+        """Return a new connection to each shard, which waits for ``timeout_s``."""
+        timeout_s = self.timeout_s(for_storage=for_storage)
         return [
             ShardConnection(actor, self.spec.actor_name(shard), timeout_s=timeout_s)
             for shard, actor in enumerate(self.actors)

@@ -30,7 +30,7 @@ class QueueClient:
     def __init__(self, bank: Bank, *, rank: int = 0) -> None:
         """Copy the queue from the bank, which no worker writes to before all have made their client."""
         self._bank, self._rank = bank, rank
-        (self._actor,) = bank.connections()
+        (self._actor,) = bank.connections(for_storage=True)  # a shard that restarts reads its snapshot
         self._attempt = self._actor.ask(BankActor.info).attempt
         self.queue = bank.read_queue()
         self._num_stored = self.queue.sequence  # by the actor, for certain
@@ -132,7 +132,8 @@ class MemoryBankClient:
         self._bank, self._spec, self._barrier = bank, bank.spec, barrier
         self._rank, self._num_workers = rank, num_workers
         # By number: a worker calls every num_workers-th shard, or none.
-        self._shards = dict(list(enumerate(bank.connections()))[rank::num_workers])
+        # A shard that restarts reads its snapshot.
+        self._shards = dict(list(enumerate(bank.connections(for_storage=True)))[rank::num_workers])
         self._attempt = max((shard.ask(BankActor.info).attempt for shard in self._shards.values()), default=0)
         self._name, self._num_updates = uuid.uuid4().hex, 0
         self._buffered: dict[int, list[Update]] = {shard: [] for shard in self._shards}

@@ -8,7 +8,7 @@ import ray
 from ray import exceptions
 from ray._private import state as ray_state
 
-from raycl.errors import RayclError, RunError, first_line
+from raycl.errors import RayclError, RunError, ShardAwayError, first_line
 
 Arguments = TypeVarTuple("Arguments")
 Answer = TypeVar("Answer")
@@ -70,7 +70,7 @@ class PendingCall(Generic[Answer]):
     def result(self) -> Answer:
         """Wait for the answer; the call is repeated while the actor restarts.
 
-        Raises ``RunError`` if the actor stays away or does not answer in time, and the actor's own errors.
+        Raises ``ShardAwayError`` if the actor stays away or does not answer in time, and the actor's own errors.
         """
         started = time.monotonic()
         try:
@@ -107,8 +107,8 @@ class PendingCall(Generic[Answer]):
             return True
         return actor_facts(self.connection.actor).get("State") not in (None, "DEAD")
 
-    def _failure(self, reason: str) -> RunError:
-        return RunError(
+    def _failure(self, reason: str) -> ShardAwayError:
+        return ShardAwayError(
             f"the bank's shard {self.connection.name!r} did not answer {self._method!r}: {reason}; "
             "check that its node is alive, or raise bank.timeout_s"
         )

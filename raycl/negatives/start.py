@@ -13,7 +13,8 @@ from raycl.negatives.actor import BankActor, MemoryBankActor, QueueActor
 from raycl.negatives.bank import NAMESPACE, Bank, connect_bank, list_banks
 from raycl.negatives.memory_bank import SampleIndex
 from raycl.negatives.placement import ROLE, ROLES, nodes_for_a_bank, reserved_memory
-from raycl.negatives.snapshot import write_samples
+from raycl.negatives.rpc import actor_facts
+from raycl.negatives.snapshot import read_current, write_samples
 from raycl.negatives.spec import BankSpec
 
 # How long a bank may outlive its driver.
@@ -34,7 +35,7 @@ def start_bank(spec: BankSpec, sample_id: np.ndarray | None = None, *, cluster_g
     Raises:
         ConfigError: Another run has a bank of this name, this run is still running, no node has
             enough memory, or an id comes twice.
-        RunError: The cluster has no place for all shards in time.
+        RunError: The cluster has no place for all shards in time, or they are not ready in time.
         StorageError: The output cannot be read or written.
     """
     samples = None if sample_id is None else SampleIndex(sample_id)
@@ -44,12 +45,13 @@ def start_bank(spec: BankSpec, sample_id: np.ndarray | None = None, *, cluster_g
     _stop_predecessor(spec)
     if samples is not None:
         write_samples(spec, samples.sample_id)
+    has_snapshot = read_current(spec).step > 0
     bank = Bank(spec, _create_actors(spec))
     try:
-        ray.get([actor.info.remote() for actor in bank.actors], timeout=spec.timeout_s)
-    except exceptions.RayError as error:
+        _wait_for_shards(bank, timeout_s=bank.timeout_s(for_storage=has_snapshot))
+    except BaseException:  # after Ctrl-C, too: named actors that wait for a place would stay
         bank.stop()
-        raise _start_error(spec, error) from error
+        raise
     return bank
 
 
@@ -71,7 +73,13 @@ def _check_memory(spec: BankSpec) -> None:
 def _stop_predecessor(spec: BankSpec) -> None:
     if spec.name not in list_banks():
         return
-    holder = connect_bank(spec.name)
+    try:
+        holder = connect_bank(spec.name)
+    except RunError as error:
+        raise RunError(
+            f"a bank {spec.name!r} exists and does not answer; wait until it has started, end its actors (in the namespace "
+            f"{NAMESPACE!r}, from {spec.actor_name(0)!r} on) with ray.kill if its run has ended, or set bank.name to another name"
+        ) from error
     if holder.spec.output != spec.output:
         raise ConfigError(
             f"the bank {spec.name!r} belongs to the run at {holder.spec.output}; set bank.name to another name"
@@ -114,16 +122,31 @@ def _create_actors(spec: BankSpec) -> list[Any]:
     return actors
 
 
-def _start_error(spec: BankSpec, error: exceptions.RayError) -> RayclError:
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, RayclError):
-        return cause
-    if isinstance(error, exceptions.GetTimeoutError):
-        return RunError(
-            f"the bank found no place within {spec.timeout_s:g} s: {spec.num_shards} shards need up to "
+def _wait_for_shards(bank: Bank, *, timeout_s: float) -> None:
+    """Wait until all shards answer; raises as ``start_bank`` does."""
+    spec = bank.spec
+    try:
+        ray.get([actor.info.remote() for actor in bank.actors], timeout=timeout_s)
+    except exceptions.RayError as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, RayclError):
+            raise cause from error
+        if not isinstance(error, exceptions.GetTimeoutError):
+            raise RunError(f"the bank did not start: {first_line(error)}; try again with --debug") from error
+        if all(_has_place(actor) for actor in bank.actors):
+            raise RunError(
+                f"the bank was not ready within {timeout_s:g} s, although its shards have a place: a snapshot takes "
+                f"long to read where the storage is slow; check {spec.place}, or raise bank.timeout_s"
+            ) from error
+        raise RunError(
+            f"the bank found no place within {timeout_s:g} s: {spec.num_shards} shards need up to "
             f"{format_bytes(max(reserved_memory(spec)))} of memory each, which others use; end them, add a node, or {_remedy(spec)}"
-        )
-    return RunError(f"the bank did not start: {first_line(error)}; try again with --debug")
+        ) from error
+
+
+def _has_place(actor: Any) -> bool:
+    """Whether an actor has a process, which may still read its snapshot."""
+    return bool(actor_facts(actor).get("Address", {}).get("IPAddress"))
 
 
 def _remedy(spec: BankSpec) -> str:

@@ -84,11 +84,18 @@ class RayTrainer(DataParallelTrainer):
         began: float,
         scaling_config: ScalingConfig,
         pools: Sequence[Any] = (),
+        run_id: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """``began`` is when the run began, in seconds since 1970; ``pools`` are actors whose ``release`` stops encoders."""
+        """``began`` is when the run began, in seconds since 1970; ``pools`` are actors whose ``release`` stops encoders.
+
+        Trainers of one ``run_id`` share a request for resources. A controller that was killed leaves its request, which
+        would reserve the workers' resources for three more minutes.
+        """
         group = _ProcessGroup(gpu=bool(scaling_config.use_gpu))
         super().__init__(*args, scaling_config=scaling_config, backend_config=group, **kwargs)
+        if run_id is not None:
+            object.__setattr__(self.train_run_context, "run_id", run_id)  # frozen, and no argument of Ray's
         self._began, self._pools = began, tuple(pools)
 
     def _initialize_and_run_controller(self, **controller_init_kwargs: Any) -> Any:

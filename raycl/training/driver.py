@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -19,7 +20,7 @@ from ray.train import RunConfig as TrainRunConfig
 
 from raycl.config import RunConfig
 from raycl.config.schema import PoolConfig
-from raycl.errors import DataError, RunError, StoppedError, StorageError, last_line
+from raycl.errors import DataError, RunError, ShardAwayError, StoppedError, StorageError, last_line
 from raycl.gpus import accelerators, check_accelerator, check_bfloat16
 from raycl.progress import ProgressLine, notices_of, steps_made
 from raycl.ray_runtime import check_resources, cpus_for_a_worker, crowding, find_raycl_error
@@ -62,8 +63,8 @@ def train_in_groups(
 
     Each group resumes from the checkpoint of the one before: for a stage with other numbers of workers, and
     after the loss of a process, a node or Ray Train's controller. ``max_failures`` groups in a row may be lost
-    without a new checkpoint. raycl's own errors are raised at once, since they would repeat. Raises
-    ``StoppedError`` if a stop was requested.
+    without a new checkpoint. raycl's own errors are raised at once, since they would repeat, except that a shard of
+    the bank is away. Raises ``StoppedError`` if a stop was requested.
     """
     workers, num_failures, started = job.workers_at(0), 0, time.time()
     job = replace(job, began=started - wall_seconds(job.output))
@@ -85,7 +86,8 @@ def train_in_groups(
                 new = _saved(job.output) - saved
                 saved |= new
                 num_failures = 1 if new else num_failures + 1
-                if find_raycl_error(error) is not None or num_failures > job.config.max_failures:
+                repeats = not isinstance(find_raycl_error(error), ShardAwayError | None)
+                if repeats or num_failures > job.config.max_failures:
                     raise
                 failures = f"failure {num_failures} of {job.config.max_failures}"
                 step = max(map(resume_order, saved), default=(0, 0, 0))[1]
@@ -149,6 +151,7 @@ def _train_group(job: Job, report: Printer) -> Outcome:
         run_worker,
         began=job.began,
         pools=job.pools,
+        run_id=uuid.uuid5(uuid.NAMESPACE_URL, job.output.uri).hex,
         # By reference: the controller would import all modules of the workers.
         train_loop_config={"job": ray.put(job)},
         scaling_config=ScalingConfig(

@@ -23,7 +23,7 @@ from raycl.negatives.client import MemoryBankClient, QueueClient
 from raycl.negatives.placement import nodes_for_a_bank
 from raycl.negatives.search import SampleRows
 from raycl.negatives.spec import BankSpec
-from raycl.negatives.start import start_bank
+from raycl.negatives.start import _has_place, start_bank
 from tests.cluster.faults import alive, extra_node, wait_until
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -274,6 +274,21 @@ def test_a_bank_that_cannot_be_scheduled_is_refused_in_time(tmp_path: Path) -> N
         remove_placement_group(others)
     assert "\n" not in str(error.value)
     assert "test" not in list_banks()
+
+
+def test_an_actor_that_still_starts_has_a_place() -> None:
+    class Slow:
+        def __init__(self) -> None:
+            time.sleep(60)
+
+    kind: Any = ray.remote(Slow)
+    slow, without = kind.options(num_cpus=0).remote(), kind.options(num_cpus=10**6).remote()
+    try:
+        wait_until(lambda: _has_place(slow), timeout_s=30)
+        assert not _has_place(without)
+    finally:
+        ray.kill(slow)
+        ray.kill(without)
 
 
 def test_repeated_ids_are_refused(tmp_path: Path) -> None:

@@ -301,6 +301,38 @@ def test_dead_controllers_leave_no_reserved_resources_and_no_actors(tmp_path: Pa
     assert not alive & {"PlacementGroupCleaner", "TrainController", "RayTrainWorker"}
 
 
+@pytest.mark.drill
+def test_an_elastic_run_does_not_wait_for_the_request_of_a_dead_controller(tmp_path: Path) -> None:
+    data, output = write_digits(tmp_path / "digits.parquet", 300), tmp_path / "run"
+    config = small_run(
+        **{
+            "min_workers": 1,
+            "workers": 4,
+            "cpus_per_worker": 1.0,
+            "encoder.name": "tests.cluster.networks:slow",
+            "encoder.kwargs": {"channels": 1, "marker": str(tmp_path / "hurry")},
+            "stages.0.batch_size": 48,
+            "stages.0.epochs": 20,
+            "checkpoints.every_steps": 2,
+            "evaluation.every_epochs": 0,
+        }
+    )
+
+    def kill() -> float:
+        wait_until(lambda: list(output.glob("checkpoints/step-*")))
+        kill_process("ray::TrainController")
+        (tmp_path / "hurry").touch()
+        return time.monotonic()
+
+    with ThreadPoolExecutor(1) as executor:
+        killed = executor.submit(kill)
+        raycl.train(config, data=str(data), output=str(output), quiet=True)
+    assert time.monotonic() - killed.result() < 120.0  # Ray keeps a request for 180 s
+    coordinator: Any = ray.get_actor("AutoscalingCoordinator", namespace="AutoscalingCoordinator")
+    requests: Any = coordinator.__ray_call__.remote(lambda actor: list(actor._ongoing_reqs))
+    assert not [each for each in ray.get(requests) if each.startswith("train-")]
+
+
 def test_elastic_workers_leave_a_cpu_for_data_tasks() -> None:
     def asked(*, streamed: bool, workers: tuple[int, int] = (1, 8), **settings: object) -> tuple[int, int]:
         return workers_that_fit(small_run(**settings), workers, streamed=streamed)
