@@ -315,8 +315,8 @@ def test_integers_are_labels_also_if_the_first_file_has_none(tmp_path: Path) -> 
     assert (source.classes, labels.tolist()) == (None, [-1, -1, 10, 2])
 
 
-@pytest.mark.parametrize("lowest", [-1, -(2**63)])
-def test_negative_labels_are_refused_in_one_line(lowest: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lowest", [-2, -(2**63)])
+def test_labels_below_minus_one_are_refused_in_one_line(lowest: int, tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", 3, label=[1, lowest, None])
     with pytest.raises(
         DataError, match=f"^a label is {lowest}, and classes are numbered from 0; give [^\n]*$"
@@ -326,6 +326,11 @@ def test_negative_labels_are_refused_in_one_line(lowest: int, tmp_path: Path) ->
     table = pa.table({"t": ["a", "b"], "label": [1, lowest]})
     with pytest.raises(DataError, match=f"a label is {lowest}"):
         RawRows.of_table(table, texts, None)
+
+
+def test_an_integer_label_of_minus_one_is_missing(tmp_path: Path) -> None:
+    (found,) = read(find_source(write_parquet(tmp_path / "a.parquet", 3, label=[-1, 1, None])))
+    assert found.label.tolist() == [NO_LABEL, 1, NO_LABEL]
 
 
 def test_a_missing_text_label_of_any_type_is_no_class() -> None:
@@ -357,11 +362,6 @@ def test_integers_have_the_names_of_hugging_faces_class_labels(tmp_path: Path) -
             shown = [source.label_name(each) for each in (1, 0, 2)]
             assert shown == (["bee", "ant", "2"] if names else ["1", "0", "2"])
     assert find_source(write_parquet(tmp_path / "b.parquet", 2, 2, label=["x", "y"])).label_name(1) == "y"
-    named = json.dumps({"info": {"features": {"label": feature}}})
-    unlabeled = pa.table(content | {"label": [-1, 1, -1]})  # -1 is a missing label there
-    pq.write_table(unlabeled.replace_schema_metadata({"huggingface": named}), tmp_path / "c.parquet")
-    (found,) = read(find_source(str(tmp_path / "c.parquet")))
-    assert found.label.tolist() == [NO_LABEL, 1, NO_LABEL]
 
 
 def test_hugging_face_images_are_read_from_bytes_or_files(tmp_path: Path) -> None:

@@ -47,8 +47,8 @@ def label_numbers(
 ) -> NDArray[np.int64]:
     """Return labels as numbers, ``NO_LABEL`` where one is missing; ``classes`` is None for integers.
 
-    Raises ``DataError`` if ``classes`` is None and a label is not a 64-bit integer, or is negative unless it
-    ``may_be_negative``: a class -1 would count as a missing label.
+    Raises ``DataError`` if ``classes`` is None and a label is not a 64-bit integer, or is below -1 unless it
+    ``may_be_negative``. An integer -1 is a missing label, as in many data sets.
     """
     if classes is None:
         try:
@@ -61,10 +61,10 @@ def label_numbers(
                 "give integers or text in all parts"
             ) from None
         lowest = pc.min(numbers).as_py()  # type: ignore[attr-defined]
-        if not may_be_negative and lowest is not None and lowest < 0:
+        if not may_be_negative and lowest is not None and lowest < NO_LABEL:
             raise DataError(
-                f"a label is {lowest}, and classes are numbered from 0; give numbers from 0 or text, and null where a "
-                "label is missing"
+                f"a label is {lowest}, and classes are numbered from 0; give numbers from 0 or text, and null or -1 "
+                "where a label is missing"
             )
         return numbers.fill_null(NO_LABEL).to_numpy()
     index: dict[str | None, int] = {name: place for place, name in enumerate(classes)}

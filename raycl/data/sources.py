@@ -106,12 +106,8 @@ class RawRows:
         *,
         ids: NDArray[np.int64] | None = None,
         where: list[str] | None = None,
-        has_label_names: bool = False,
     ) -> "RawRows":
-        """Return the rows of a table; without an id column their ids are ``ids``, or hashes of the contents.
-
-        Integer labels with names may be -1, which is a missing label in Hugging Face's ``datasets``.
-        """
+        """Return the rows of a table; without an id column their ids are ``ids``, or hashes of the contents."""
         values = values_of(table, columns)
         if columns.sample_id is not None:
             ids = stable_ids(table[columns.sample_id].to_pylist())
@@ -119,8 +115,8 @@ class RawRows:
             ids = content_ids({role: each for role, each in values.items() if role != "weight"})
         label = np.full(len(ids), NO_LABEL, np.int64)
         if columns.label is not None:
-            may_be_negative = has_label_names or columns.labels_are_grades
-            label = label_numbers(table[columns.label], classes, may_be_negative=may_be_negative)
+            are_grades = columns.labels_are_grades
+            label = label_numbers(table[columns.label], classes, may_be_negative=are_grades)
         where = [f"row with id {row_id}" for row_id in ids] if where is None else where
         return RawRows(values=values, sample_id=ids, label=label, where=where)
 
@@ -219,7 +215,6 @@ class Source:
                 self.classes,
                 ids=position - fragment.start + fragment.first_id,
                 where=[f"{fragment.place.name} row {row}" for row in position],
-                has_label_names=self.label_names is not None,
             )
 
 

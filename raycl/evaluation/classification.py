@@ -121,10 +121,23 @@ def evaluate(
             tables = embedded_tables(
                 sources[name], decoder, saved, encoder, gpu=gpu, network=network, kept=decoded
             )
-        return _labeled(representations(tables, encoder.spec.representation_dim), _labels(tables))
+        rows = representations(tables, encoder.spec.representation_dim)
+        labeled = _labeled(rows, _labels(tables))
+        missing = len(rows) - len(labeled.label)
+        if missing and not quiet:
+            print(
+                f"raycl: {missing:,} of {len(rows):,} rows of the {name} set have no label (null or -1) and are skipped",
+                file=sys.stderr,
+            )
+        return labeled
 
     with prepared_process(available_cores()):  # which keeps freed memory, and multiplies faster on some CPUs
         train_set, test_set = represent("train"), _with_train_classes(sources, represent("test"))
+        if len(classes := train_set.label.unique()) == 1:
+            raise DataError(
+                f"all labels of the training set are {sources['train'].label_name(int(classes[0]))}; give rows of two "
+                "classes or more, and number them from 0, since -1 is a missing label"
+            )
         result = EvaluationResult({"measure": measure, "top1": score(train_set, test_set)})
         if measure == "linear" and labels_per_class is not None:
             result["labels_per_class"] = labels_per_class
