@@ -18,6 +18,7 @@ os.environ["RAY_DATA_DEFAULT_MIN_PARALLELISM"] = "8"  # otherwise 200 blocks, ea
 # Otherwise idle workers end after a second, and each data set starts new ones.
 os.environ["RAY_idle_worker_killing_time_threshold_ms"] = "60000"  # noqa: SIM112
 os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"
+os.environ["TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S"] = "1"
 os.environ["RAY_TRAIN_METRICS_ENABLED"] = "0"
 os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"

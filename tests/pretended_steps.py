@@ -38,6 +38,7 @@ TEXTS = {"encoder.kwargs": {"dim": 32, "hidden_dim": 32}, "projection_head.dim":
 QUEUE = {"batchnorm_groups": 4, "negatives.capacity": 2 * ROWS}
 CHUNKS = {"stages.0.chunk_size": 16}
 VIEWS = {"augment.views": [{"count": 3}, {"count": 2, "size": 8, "crop_scale": [0.05, 0.4]}]}
+FEW_VIEWS = {"augment.views": [{"count": 2}, {"count": 1, "size": 8}]}
 VIT = {"encoder.width": 0.125, "projection_head.hidden_dim": 32, "prediction_head.hidden_dim": 32}
 CLIPPED = {"optimizer.max_grad_norm": 0.05}
 
@@ -66,7 +67,7 @@ CASES = {
     "simclr chunks, group norm": Case("simclr", SMALL | CHUNKS | {"batchnorm": "group"}),
     "simclr chunks, bfloat16": Case("simclr", SMALL | CHUNKS | {"precision": "bfloat16"}),
     "simclr views": Case("simclr", SMALL | VIEWS),
-    "simclr views, chunks": Case("simclr", SMALL | VIEWS | CHUNKS),
+    "simclr views, chunks": Case("simclr", SMALL | FEW_VIEWS | CHUNKS),
     "simclr hinge": Case("simclr", SMALL | {"stages.0.loss": "hinge", "stages.0.hardest_negative": True}),
     "simclr supcon": Case("simclr", SMALL | {"stages.0.loss": "supcon"}),
     "simclr dclw": Case("simclr", SMALL | {"stages.0.loss": "dclw"}),

@@ -246,7 +246,7 @@ RUNS = {
     ),
     "moco_v3": lambda: override(
         recipe("moco_v3", image_size=16),
-        {"encoder.width": 0.5, "projection_head.hidden_dim": 16, "prediction_head.hidden_dim": 16}
+        {"encoder.width": 0.25, "projection_head.hidden_dim": 16, "prediction_head.hidden_dim": 16}
         | {"stages.0.batch_size": 128},
     ),
     "instance_discrimination": lambda: image_run("instance_discrimination"),

@@ -13,12 +13,14 @@ import torch
 
 from raycl.config import RunConfig
 from raycl.config.overrides import override
-from raycl.errors import NonFiniteLossError
+from raycl.errors import CollapseError, NonFiniteLossError
+from raycl.models.temperature import LearnedTemperature
 from raycl.recipes import recipe
 from raycl.storage import Place
 from raycl.training import checkpoint, loop
 from raycl.training.controller import Finished, Stopped
 from raycl.training.stages import Position, StagePlan, stage_plans
+from raycl.training.train_state import TrainState
 
 HINGE = {"stages.0.loss": "hinge", "monitor.on_collapse": "rollback"}
 
@@ -240,6 +242,34 @@ def test_weights_that_are_not_finite_are_reported_before_they_are_evaluated(begi
     ):
         trainer.run()
     assert run.evaluated == list(range(0, last, 4))
+
+
+def test_weights_that_are_not_finite_are_never_saved(begin: Begin) -> None:
+    trainer, run = begin({"checkpoints.every_steps": 1}, diverges_at=3)
+    with pytest.raises(
+        NonFiniteLossError, match=r"not finite after step 3; the last checkpoint \(step 2\) is kept"
+    ):
+        trainer.run()
+    assert run.saved == ["step-00000001", "step-00000002"]
+
+
+@pytest.mark.parametrize("name", ["tower", "prediction_head", "temperature"])
+def test_a_weight_that_is_not_finite_is_found_in_each_part(name: str) -> None:
+    parts: dict[str, Any] = {"tower": torch.nn.Linear(2, 2), "prediction_head": torch.nn.Linear(2, 2)}
+    parts["temperature"] = LearnedTemperature(0.1)
+    state = TrainState(**parts, optimizer=MagicMock())
+    assert state.is_finite()
+    with torch.no_grad():
+        next(parts[name].parameters()).view(-1)[-1] = torch.nan
+    assert not state.is_finite()
+
+
+def test_a_run_that_stops_on_collapse_keeps_its_last_checkpoint(begin: Begin) -> None:
+    trainer, run = begin({"monitor.on_collapse": "stop", "checkpoints.every_steps": 2}, collapses={3})
+    with pytest.raises(CollapseError, match=r"one point; the last checkpoint \(step 2\) is kept: lower"):
+        trainer.run()
+    assert run.steps == [1, 2, 3]
+    assert run.saved == ["step-00000002"]
 
 
 def test_a_worker_holds_no_checkpoint_while_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ def test_any_sizes_and_ids_equal_the_plain_formula(
 @pytest.mark.parametrize("mean", MEANS)
 @pytest.mark.parametrize("temperature", (0.1, 0.01))
 def test_many_tiles_in_single_precision_equal_the_plain_formula(temperature: float, mean: str) -> None:
-    exact = make_inputs(3, 300, temperature=temperature)
+    exact = make_inputs(3, 180, temperature=temperature)  # 540 rows: more than a tile
     inputs = leaves(*exact, dtype=torch.float32)
     ours = poly_view(inputs[:3], temperature=inputs[3], mean=mean)
     true = value_and_gradients(plain_poly_view(exact[:3], exact[3], mean=mean), exact)

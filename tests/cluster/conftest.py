@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -27,3 +28,11 @@ def ray_cluster(s3_server: str) -> Iterator[None]:
         )
         yield
         ray.shutdown()
+
+
+@contextmanager
+def in_this_process() -> Iterator[None]:
+    """Embed or evaluate a small set as if no Ray ran: each actor would import torch first."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ray.is_initialized", lambda: False)
+        yield

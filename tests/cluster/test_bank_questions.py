@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,24 @@ def nearest_by_numpy(bank: Bank, query: np.ndarray, k: int, without: int | None 
     return rows.sample_id[np.argsort(-similarity)[:k]].tolist()
 
 
+@pytest.fixture
+def bank_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Query from the test process, which has already joined Ray, to save time."""
+    return lambda *arguments: run_raycl(monkeypatch, capsys, "bank", *arguments)
+
+
+@pytest.fixture
+def ask_here(bank_command: Callable[..., tuple[int, str, str]]) -> Callable[..., Any]:
+    """Return a function like ``ask`` that queries from the test process."""
+
+    def answer(*question: object) -> Any:
+        status, out, err = bank_command(*question, "--json")
+        assert (status, err) == (0, "")
+        return json.loads(out)
+
+    return answer
+
+
 def test_all_banks_are_listed(slots: Bank, keys: Bank) -> None:
     listed = {each["name"]: each for each in ask("list")}
     assert {"slots", "keys"} <= set(listed)
@@ -107,8 +125,8 @@ def test_all_banks_are_listed(slots: Bank, keys: Bank) -> None:
     assert listed["keys"]["output"] == keys.spec.output
 
 
-def test_statistics_equal_numpy(slots: Bank) -> None:
-    shown = ask("stats", "slots")
+def test_statistics_equal_numpy(ask_here: Callable[..., Any], slots: Bank) -> None:
+    shown = ask_here("stats", "slots")
     rows = slots.negatives()
     there = rows.step >= 0
     lengths = np.linalg.norm(rows.rows[there], axis=1)
@@ -139,17 +157,19 @@ def test_nearest_to_a_sample_equal_numpy_and_exclude_the_sample(slots: Bank) -> 
     assert (shown["query"], shown["newest_step"]) == ({"id": sample_id}, 4)
 
 
-def test_nearest_to_a_vector_equal_numpy_for_npy_and_json(slots: Bank, tmp_path: Path) -> None:
+def test_nearest_to_a_vector_equal_numpy_for_npy_and_json(
+    ask_here: Callable[..., Any], slots: Bank, tmp_path: Path
+) -> None:
     query = 3 * unit_rows(1, seed=9)[0]
     np.save(tmp_path / "query.npy", query)
     (tmp_path / "query.json").write_text(json.dumps(query.tolist()))
     for name in ("query.npy", "query.json"):
-        shown = ask("nearest", "slots", "--vector", tmp_path / name)
+        shown = ask_here("nearest", "slots", "--vector", tmp_path / name)
         assert [each["sample_id"] for each in shown["neighbors"]] == nearest_by_numpy(slots, query, 10)
 
 
-def test_rows_are_exact_and_missing_samples_are_named(keys: Bank) -> None:
-    shown = ask("get", "keys", "--id", 5, "--id", 77, "--id", 8)
+def test_rows_are_exact_and_missing_samples_are_named(ask_here: Callable[..., Any], keys: Bank) -> None:
+    shown = ask_here("get", "keys", "--id", 5, "--id", 77, "--id", 8)
     found = keys.get(np.array([5, 77, 8]))
     assert [each["sample_id"] for each in shown["rows"]] == found.sample_id.tolist() == [5, 8, 5]
     assert [each["step"] for each in shown["rows"]] == [1, 1, 2]
@@ -157,20 +177,16 @@ def test_rows_are_exact_and_missing_samples_are_named(keys: Bank) -> None:
     assert (shown["missing"], shown["newest_step"]) == ([77], 2)
 
 
-def test_an_export_contains_the_written_rows(slots: Bank, tmp_path: Path) -> None:
-    shown = ask("export", "slots", "--output", tmp_path / "rows")
+def test_an_export_contains_the_written_rows(
+    ask_here: Callable[..., Any], slots: Bank, tmp_path: Path
+) -> None:
+    shown = ask_here("export", "slots", "--output", tmp_path / "rows")
     assert shown["rows"] == NUM_WRITTEN
     table = pq.read_table(tmp_path / "rows").sort_by("sample_id")
     rows = slots.negatives()
     there = rows.step >= 0
     np.testing.assert_array_equal(table["sample_id"].to_numpy(), rows.sample_id[there])
     np.testing.assert_array_equal(np.stack(table["embedding"].to_pylist()), rows.rows[there])
-
-
-@pytest.fixture
-def bank_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Query from the test process, which has already joined Ray, to save time."""
-    return lambda *arguments: run_raycl(monkeypatch, capsys, "bank", *arguments)
 
 
 def test_each_fact_is_a_line_without_json(bank_command, slots: Bank) -> None:

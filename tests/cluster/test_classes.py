@@ -41,8 +41,7 @@ def train(folder: Path, labels: list[int | None], **settings: Any) -> raycl.RunR
 @pytest.mark.parametrize("cache", ["materialize", "stream"])
 def test_a_run_counts_the_samples_that_form_no_group_of_their_class(cache: str, tmp_path: Path) -> None:
     labels = [*(number % 5 for number in range(300)), *[7] * 3, *[None] * 5]
-    # Two workers divide a stream; rows in memory are counted when they are read.
-    result = train(tmp_path, labels, **{"data.cache": cache, "workers": 2 if cache == "stream" else 1})
+    result = train(tmp_path, labels, **{"data.cache": cache, "workers": 1})
     output = Place(str(tmp_path / "run"))
     assert result.steps == 2 * (len(labels) // 32)
     fractions = {line["grouped_fraction"] for line in read_metrics(output) if "grouped_fraction" in line}
@@ -55,6 +54,7 @@ def test_a_run_counts_the_samples_that_form_no_group_of_their_class(cache: str, 
         assert 0.6 < min(fractions) < 1  # some rows of the last window form no group
 
 
+@pytest.mark.drill  # test_class_batches.py has the error, test_run.py an error of a worker in one line
 def test_a_streamed_run_of_sorted_classes_fails_in_one_line(tmp_path: Path) -> None:
     labels = [number // 80 for number in range(320)]
     settings = {"data.cache": "stream", "data.shuffle_buffer_size": 32, "stages.0.batch_size": 64}

@@ -105,6 +105,7 @@ def test_a_rollback_into_another_stage_restores_its_number_of_workers(tmp_path: 
     assert result.final["rollbacks"] == 1
 
 
+@pytest.mark.drill  # test_loop.py stops a worker without Ray
 def test_a_run_that_stops_on_collapse_fails_in_one_line_and_keeps_its_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(
         CollapseError, match=r"embedding std was .* at step 8 and .* at step 10.*step 9\) is kept"

@@ -10,16 +10,21 @@ import pytest
 from PIL import Image
 
 from raycl.config.overrides import override
-from raycl.demo.digits import NUM_PLACEMENTS, NUM_TEST, write_digits
+from raycl.demo.digits import NUM_TEST, write_digits
 from raycl.demo.plan import plan_demo
 from raycl.demo.run import run_demo
 from raycl.errors import ConfigError
 from raycl.storage import Place
 
 
+@pytest.fixture(autouse=True)
+def two_placements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raycl.demo.digits.NUM_PLACEMENTS", 2)
+
+
 def test_test_digits_are_never_seen_in_training(tmp_path: Path) -> None:
     train, test = (pq.read_table(uri) for uri in write_digits(Place(str(tmp_path))))
-    assert (train.num_rows, test.num_rows) == ((1_797 - NUM_TEST) * NUM_PLACEMENTS, NUM_TEST * NUM_PLACEMENTS)
+    assert (train.num_rows, test.num_rows) == ((1_797 - NUM_TEST) * 2, NUM_TEST * 2)
     assert not set(train["image"].to_pylist()) & set(test["image"].to_pylist())
 
 
@@ -35,10 +40,7 @@ def test_digits_are_equal_for_equal_seeds_and_cover_the_canvas(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_the_demo_ends_with_a_table_and_a_picture(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("raycl.demo.digits.NUM_PLACEMENTS", 2)
+def test_the_demo_ends_with_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "demo"
     plan = plan_demo(str(output), workers=1, epochs=1)
     scores = run_demo(replace(plan, config=override(plan.config, {"encoder.width": 0.25})))

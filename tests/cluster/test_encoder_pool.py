@@ -1,9 +1,7 @@
 """A pool of encoders in actors of Ray."""
 
-import os
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,21 +9,11 @@ import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 
 from raycl.training.controller import RayTrainer
-from raycl.training.encoder_pool import Weights, start_pool
+from raycl.training.encoder_pool import start_pool
+from tests.cluster.actors import Scaling
 from tests.cluster.faults import kill_process, processes, wait_until
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
-
-
-class Scaling:
-    """Multiplies rows by a weight, and adds the id of its process."""
-
-    def load(self, weights: Weights) -> None:
-        self.weight = weights["weight"]
-
-    def encode(self, rows: Any, *, seconds: float = 0.0) -> Any:
-        time.sleep(seconds)
-        return np.concatenate([rows * self.weight, np.full((len(rows), 1), os.getpid())], axis=1)
 
 
 def test_a_pool_loads_new_weights_replaces_a_killed_encoder_and_ends_with_its_context() -> None:
@@ -51,10 +39,6 @@ def test_a_pool_loads_new_weights_replaces_a_killed_encoder_and_ends_with_its_co
     wait_until(lambda: not processes(("ray::EncoderActor", "ray::PoolActor")))
 
 
-def one_plus_one() -> int:
-    return 1 + 1
-
-
 def test_a_group_of_workers_starts_on_the_cpus_of_a_pool_that_holds_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,7 +48,7 @@ def test_a_group_of_workers_starts_on_the_cpus_of_a_pool_that_holds_them(
         ray.get(pool.publish({"weight": np.array([3.0])}, step=4, attempt=attempt))
         wait_until(lambda: ray.get(pool.actor.num_encoders.remote()) == 2)
         trainer = RayTrainer(
-            one_plus_one,
+            lambda: 1 + 1,
             began=time.time(),
             pools=[pool.actor],
             scaling_config=ScalingConfig(num_workers=1, resources_per_worker={"CPU": 2}),

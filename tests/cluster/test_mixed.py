@@ -12,6 +12,7 @@ import ray
 
 import raycl
 from raycl.config import RunConfig
+from raycl.data import click_logs
 from raycl.errors import ConfigError, DataError, RunError
 from raycl.records import read_metrics, read_result
 from raycl.storage import Place
@@ -162,7 +163,8 @@ def test_a_run_is_not_resumed_with_other_weights_of_its_rows(
         train(weights, resume=True)
 
 
-def test_click_logs_are_grouped_and_counted_one_by_one() -> None:
+def test_click_logs_are_grouped_and_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(click_logs.group_rows.__kwdefaults__, "num_parts", 1)
     same = {"query": ["one query"] * 3, "document": ["a", "b", "c"], "label": [1, 0, 0]}
     logs = [
         ray.data.from_arrow(pa.table(same)),

@@ -28,6 +28,7 @@ from raycl.errors import ConfigError, DataError, NonFiniteLossError, RunError, S
 from raycl.records import CHECKPOINT_LIST, read_metrics, read_result, wall_seconds
 from raycl.report.writer import write_report
 from raycl.storage import Place
+from tests.cluster.conftest import in_this_process
 from tests.conftest import BUCKET
 from tests.images import digit_files, write_digits
 from tests.settings import override_active
@@ -353,9 +354,11 @@ def test_a_folder_of_images_on_s3_is_embedded_to_s3(on_s3: Place) -> None:
     files, labels = digit_files(40)
     for index, (content, label) in enumerate(zip(files, labels, strict=True)):
         (Place(f"s3://{BUCKET}/folder") / f"{label}" / f"{index:03}.png").write_bytes(content)
-    embedded = Place(f"s3://{BUCKET}/embedded.parquet")
-    rows = raycl.embed(on_s3.uri, f"s3://{BUCKET}/folder", embedded.uri, index="faiss", quiet=True)
-    assert rows.num_rows == 40
+    for index in range(2):
+        (Place(f"s3://{BUCKET}/folder") / "0" / f"broken{index}.png").write_bytes(b"not an image")
+    folder, embedded = f"s3://{BUCKET}/folder", Place(f"s3://{BUCKET}/embedded.parquet")
+    rows = raycl.embed(on_s3.uri, folder, embedded.uri, index="faiss", max_invalid_fraction=0.1, quiet=True)
+    assert (rows.num_rows, rows.num_invalid) == (42, 2)
     filesystem, path = embedded.resolve()
     table = pq.read_table(path, filesystem=filesystem)
     assert sorted(table["label"].to_pylist()) == sorted(labels)
@@ -429,6 +432,7 @@ def test_a_run_that_stopped_within_an_epoch_resumes_from_there(finished: Finishe
     assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
 
 
+@pytest.mark.drill  # test_loop.py checks the weights of a worker without Ray
 def test_weights_that_are_not_finite_are_never_saved(finished: Finished, tmp_path: Path) -> None:
     config = small_run(**{"workers": 1, "encoder.kwargs": {"channels": 1, "nan_gradient_at": 10}})
     with pytest.raises(NonFiniteLossError, match=r"not finite after step 10; .*\(step 9\) is kept: lower"):
@@ -496,7 +500,12 @@ def test_one_worker_takes_the_same_steps_as_two_and_counts_all_views(
 
 
 # A stream expects to train on the invalid rows as well, which would fill a ninth batch in each epoch.
-STREAMED = {"data.cache": "stream", "data.shuffle_buffer_size": 128, "stages.0.batch_size": 70}
+STREAMED = {
+    "data.cache": "stream",
+    "data.shuffle_buffer_size": 128,
+    "stages.0.batch_size": 70,
+    "checkpoints.interval_s": 10_000.0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -531,25 +540,13 @@ def test_one_process_reads_all_epochs_of_a_stream(streamed: Finished) -> None:
     assert len(set().union(*streamed.seen.readers)) == 1
 
 
-def test_a_streamed_run_is_certified(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Many fragments; no row of most of them is held out.
-    monkeypatch.setattr("raycl.data.sources.ROWS_PER_FRAGMENT", 64)
-    monkeypatch.setattr("raycl.training.data_module.EVALUATION_PART", 1)
-    settings = {
-        **STREAMED,
-        "evaluation.num_test": 30,
-        "evaluation.num_train": 90,
-        "workers": 1,
-        "checkpoints.every_steps": 5,
-        "checkpoints.interval_s": 10_000.0,
-    }
-    result = raycl.train(small_run(**settings), data=str(data), output=str(tmp_path / "run"), quiet=True)
-    certificate = raycl.certify(tmp_path / "run", steps=99)
+def test_a_streamed_run_is_certified(streamed: Finished) -> None:
+    certificate = raycl.certify(streamed.output, steps=99)
     assert certificate.is_valid, str(certificate)
     assert [check.name for check in certificate.checks if not check.passed] == ["rows"]
     assert [each.step for each in certificate.recomputed][:2] == [1, 2]
     assert max(each.relative_difference for each in certificate.recomputed if not each.updates) < 1e-6
-    assert sum(epoch["drawn"] for epoch in certificate.epochs) == 70 * result.steps
+    assert sum(epoch["drawn"] for epoch in certificate.epochs) == 70 * streamed.result.steps
     assert {epoch["drawn_twice"] for epoch in certificate.epochs} == {0}
 
 
@@ -642,7 +639,8 @@ def test_too_many_workers_for_the_cluster_are_refused(data: Path, tmp_path: Path
 
 def test_a_run_is_embedded_and_evaluated(finished: Finished, tmp_path: Path) -> None:
     embedded = tmp_path / "embedded.parquet"
-    rows = raycl.embed(str(finished.output), str(finished.data), str(embedded), quiet=True)
+    with in_this_process():  # on S3 by actors, above
+        rows = raycl.embed(str(finished.output), str(finished.data), str(embedded), quiet=True)
     assert rows.num_invalid == NUM_INVALID
     table = pq.read_table(embedded)
     assert sorted(table["sample_id"].to_pylist()) == list(range(NUM_IMAGES - NUM_INVALID))

@@ -19,12 +19,7 @@ import ray
 from ray._private import state as ray_state
 from ray.train import ScalingConfig
 from ray.train.torch import TorchTrainer
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 import raycl
 from raycl.data.read_stats import ReadStats
@@ -36,7 +31,8 @@ from raycl.training.checkpoint import saved_steps
 from raycl.training.controller import RayTrainer, remove_leaked_placement_groups
 from raycl.training.coordinator import send_heartbeats
 from raycl.training.driver import GracefulShutdown, workers_that_fit
-from raycl.training.standby import importing, request_standby, stand_by_elsewhere
+from raycl.training.standby import importing
+from tests.cluster.actors import Other, Probe, TrainController
 from tests.cluster.faults import extra_node, kill_process, processes, wait_until
 from tests.cluster.test_negatives import assert_equal_runs
 from tests.cluster.test_run import libraries_of, small_run
@@ -227,19 +223,6 @@ def restarts_of(actor: Any) -> int:
     return facts["NumRestarts"] if facts.get("State") == "ALIVE" else -1
 
 
-class TrainController:
-    """Reserves resources like Ray Train's controller, which has the same name."""
-
-    def take_room(self) -> PlacementGroup:
-        group = placement_group([{"CPU": 0.5}])
-        ray.get(group.ready())
-        return group
-
-
-class Other(TrainController):
-    """A user's own actor."""
-
-
 def test_only_a_dead_controllers_resources_are_freed() -> None:
     controller, other = (ray.remote(num_cpus=0)(each) for each in (TrainController, Other))
     dead, alive, users = controller.remote(), controller.remote(), other.remote()
@@ -344,19 +327,6 @@ def test_elastic_workers_leave_a_cpu_for_data_tasks() -> None:
     assert asked(streamed=True, cpus_per_worker=2.0, workers=(2, 8)) == (2, 2)
     assert asked(streamed=False, cpus_per_worker=1.0) == (1, 8)
     assert asked(streamed=True, cpus_per_worker=1.0, autoscaling=True) == (1, 8)
-
-
-class Probe:
-    """An actor whose process another one can replace."""
-
-    def ask(self) -> bool:
-        return request_standby()
-
-    def ask_elsewhere(self, book: Any) -> None:
-        stand_by_elsewhere(book, workers=2, began=0.0)
-
-    def pid(self) -> int:
-        return os.getpid()
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="libraries are looked up in /proc")

@@ -15,8 +15,10 @@ import torch
 
 import raycl
 from raycl.config import RunConfig
+from raycl.data import click_logs
 from raycl.data.click_logs import CONTRADICTED, REPEATED, WITHOUT_POSITIVE
 from raycl.data.columns import ColumnNames
+from raycl.data.sources import find_source
 from raycl.embedding_snapshot import LATEST, read_probe_set, read_snapshot
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.inference.checkpoint_encoder import load_checkpoint_encoder
@@ -26,6 +28,8 @@ from raycl.report.writer import write_report
 from raycl.storage import Place
 from raycl.training.coordinator import rows_in, start_coordinator
 from raycl.training.data_module import DataModule
+from raycl.training.preflight import column_names
+from tests.cluster.conftest import in_this_process
 from tests.cluster.test_negatives import assert_equal_runs
 from tests.images import write_digits
 from tests.settings import override_active
@@ -124,7 +128,8 @@ def test_the_snapshot_of_pairs_has_the_texts_and_both_towers(
     assert gallery.contents["query"][0] in write_report(str(output)).read_text()
 
 
-def test_a_dataset_of_clicks_keeps_its_ids_and_counts_each_row_once(tmp_path: Path) -> None:
+def test_a_dataset_of_clicks_keeps_its_ids_and_counts_each_row_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(click_logs.group_rows.__kwdefaults__, "num_parts", 4)
     # Two Ray batches with equal beginnings, each with one missing id beside large ids.
     num_queries, invalid = 512, [1_000, 2_000]
     ids = [None if row in invalid else 2**60 + row // 4 for row in range(4 * num_queries)]
@@ -254,7 +259,10 @@ def test_a_train_set_adds_documents_and_its_matches_are_excluded(
     # Equal queries with other matching documents, which must not displace the expected documents.
     others = [{**row, "document": f"{row['query']} {row['query']}"} for row in rows[:40]]
     pq.write_table(pa.Table.from_pylist([*others, *rows[40:]]).drop(["label"]), train)
-    known = raycl.evaluate("retrieval", run=str(click_run[0]), test=str(test), train=str(train), quiet=True)
+    with in_this_process():
+        known = raycl.evaluate(
+            "retrieval", run=str(click_run[0]), test=str(test), train=str(train), quiet=True
+        )
     assert known["baseline"]["bm25"]["recall_at_1"] > 0.9
     assert known["num_train"] == NUM_QUERIES
     assert "average_precision" not in known
@@ -321,7 +329,8 @@ def test_an_earlier_run_guides_a_new_one(click_run: tuple[Path, raycl.RunResult]
     run, data, documents = str(click_run[0]), tmp_path / "clicks.parquet", tmp_path / "documents"
     pq.write_table(pa.Table.from_pylist(clicks()), data)  # which repeats documents
     columns = ColumnNames(text="document", document_id="document_id")
-    raycl.embed(run, str(data), str(documents), columns=columns, side="key", quiet=True)
+    with in_this_process():
+        raycl.embed(run, str(data), str(documents), columns=columns, side="key", quiet=True)
     # Any other folder with these columns is a guide too.
     queries = {row["query_id"]: row["query"] for row in clicks()}
     vectors = raycl.load_encoder(run).encode(list(queries.values())).tolist()
@@ -342,17 +351,18 @@ def test_a_run_guides_sentences_by_their_own_embeddings(tmp_path: Path) -> None:
     texts, vectors = invented_texts(80), np.random.default_rng(0).normal(size=(80, 4)).tolist()
     pq.write_table(pa.table({"text": texts}), tmp_path / "texts.parquet")
     pq.write_table(pa.table({"sample_id": range(80), "representation": vectors}), tmp_path / "guide.parquet")
-    guide = {
-        "negatives.guide.query": str(tmp_path / "guide.parquet"),
-        "negatives.guide.margin": 0.5,
-        "encoder.name": "bag_of_subwords",
-        "workers": 1,
-    }
-    data, output = tmp_path / "texts.parquet", tmp_path / "run"
-    raycl.train(run_of("simcse", **guide), data=str(data), output=str(output), quiet=True)
-    found = [line["guide_masked_fraction"] for line in read_metrics(Place(str(output))) if "loss" in line]
-    assert len(found) == 2 * (80 // BATCH_SIZE)
-    assert all(0.05 < fraction < 0.5 for fraction in found)
+    guided = {"negatives.guide.query": str(tmp_path / "guide.parquet"), "negatives.guide.margin": 0.5}
+    config = run_of("simcse", **guided, **{"encoder.name": "bag_of_subwords"})
+    source = find_source(str(tmp_path / "texts.parquet"), column_names(config))
+    with start_coordinator() as coordinator:
+        samples = DataModule(config, coordinator, [source])
+        samples.learn_vocabulary(None)
+        guide = samples.guide([each.materialize() for each in samples.rows_to_keep()])
+    assert guide is not None and guide.query is guide.document
+    ids = np.arange(80)[::-1].copy()
+    expected = np.array(vectors)[ids]
+    expected /= np.linalg.norm(expected, axis=1, keepdims=True)
+    np.testing.assert_allclose(guide.query.of(ids).numpy(), expected, atol=1e-3)
 
 
 @pytest.mark.drill  # test_prompts.py compares the parts without Ray
@@ -411,7 +421,8 @@ def test_sentences_are_streamed_and_evaluated_by_human_scores(tmp_path: Path) ->
     config = run_of("simcse", **settings)
     result = raycl.train(config, data=str(data), output=str(tmp_path / "run"), quiet=True)
     assert result.invalid_rows == {"empty text": 1, "missing value": 1}
-    found = raycl.evaluate("sts", run=str(tmp_path / "run"), test=str(pairs), train=str(data), quiet=True)
+    with in_this_process():
+        found = raycl.evaluate("sts", run=str(tmp_path / "run"), test=str(pairs), train=str(data), quiet=True)
     assert found["spearman"]["sts"] == found["mean"] > 0.05  # chance level: 0 +- 0.05
     assert found["baseline"]["tfidf"]["mean"] > 0.5
 
@@ -450,9 +461,9 @@ def test_images_and_captions_have_separate_towers_and_partition_functions(tmp_pa
     unfinished = without_encoder(output, tmp_path / "unfinished")
     restored = raycl.load_encoder(str(unfinished), side="key")
     assert torch.equal(restored.encode(["a text"]), text.encode(["a text"]))
-    found = raycl.evaluate(
-        "retrieval", run=str(unfinished), test=str(data), columns=ColumnNames(caption="captions"), quiet=True
-    )
+    columns = ColumnNames(caption="captions")
+    with in_this_process():
+        found = raycl.evaluate("retrieval", run=str(unfinished), test=str(data), columns=columns, quiet=True)
     assert 0 < found["query_to_document_recall_at_10"] <= 1
     assert 0 < found["document_to_query_recall_at_10"] <= 1
 

@@ -165,8 +165,14 @@ def on_one_worker(case: str) -> tuple[list[float], list[Tensor], dict[str, Any]]
     return run_workers(losses_weights_and_rows_after_steps, 1, case)[0]
 
 
-@pytest.mark.parametrize(("num_workers", "chunk_size"), [(2, None), (4, None), (1, 12), (2, 3)])
-@pytest.mark.parametrize("case", CASES)
+# Two workers without chunks are between four, and two with chunks; one case has them too.
+SPLITS = [(4, None), (1, 12), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("case", "num_workers", "chunk_size"),
+    [("one tower for both", 2, None), *((case, *split) for case in CASES for split in SPLITS)],
+)
 def test_workers_and_chunks_have_the_losses_weights_and_store_of_the_whole_batch(
     case: str, num_workers: int, chunk_size: int | None
 ) -> None:

@@ -1,0 +1,49 @@
+"""Actors of the tests, in a module without torch: Ray imports it in each of their processes."""
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group
+
+from raycl.training.encoder_pool import Weights
+from raycl.training.standby import request_standby, stand_by_elsewhere
+
+
+class TrainController:
+    """Reserves resources like Ray Train's controller, which has the same name."""
+
+    def take_room(self) -> PlacementGroup:
+        group = placement_group([{"CPU": 0.5}])
+        ray.get(group.ready())
+        return group
+
+
+class Other(TrainController):
+    """A user's own actor."""
+
+
+class Probe:
+    """An actor whose process another one can replace."""
+
+    def ask(self) -> bool:
+        return request_standby()
+
+    def ask_elsewhere(self, book: Any) -> None:
+        stand_by_elsewhere(book, workers=2, began=0.0)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class Scaling:
+    """Multiplies rows by a weight, and adds the id of its process."""
+
+    def load(self, weights: Weights) -> None:
+        self.weight = weights["weight"]
+
+    def encode(self, rows: Any, *, seconds: float = 0.0) -> Any:
+        time.sleep(seconds)
+        return np.concatenate([rows * self.weight, np.full((len(rows), 1), os.getpid())], axis=1)
