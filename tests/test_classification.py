@@ -58,9 +58,9 @@ def test_equal_training_and_test_sets_print_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, other = folder_of(tmp_path / "a", "ab"), folder_of(tmp_path / "b", "ab")
-    _warn_of_equal_sets({"train": one, "test": other})
+    _warn_of_equal_sets({"train": one, "test": other}, quiet=False)
     assert capsys.readouterr().err == ""
-    _warn_of_equal_sets({"train": one, "test": find_source(str(tmp_path / "a") + "/")})
+    _warn_of_equal_sets({"train": one, "test": find_source(str(tmp_path / "a") + "/")}, quiet=False)
     assert f"train and test are both {tmp_path / 'a'}" in capsys.readouterr().err
 
 
@@ -165,6 +165,30 @@ def small_run(folder: Path, shape: tuple[int, ...]) -> dict[str, Any]:
         for name, rows in (("train", 160), ("test", 80))
     }
     return {"run": str(folder / "run"), **sets}
+
+
+@pytest.mark.parametrize("measure", ["knn", "linear"])
+def test_rows_without_a_label_are_counted_and_one_class_is_refused(
+    measure: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = small_run(tmp_path, (8, 8))
+    table = pq.read_table(asked["test"])
+    for name, labels in (("some", [-1, 0, 1, None]), ("one", [-1, 1])):
+        label = pa.array([labels[row % len(labels)] for row in range(len(table))], pa.int64())
+        place = table.schema.get_field_index("label")
+        pq.write_table(table.set_column(place, "label", label), tmp_path / f"{name}.parquet")
+    result = evaluate(
+        measure, run=asked["run"], train=str(tmp_path / "some.parquet"), test=asked["test"], baseline=False
+    )
+    assert result["num_train"] == 40
+    line = "raycl: 40 of 80 rows of the train set have no label (null or -1) and are skipped\n"
+    assert capsys.readouterr().err.count(line) == 1
+    with pytest.raises(
+        DataError, match="^all labels of the training set are 1; give [^\n]* -1 is a missing label$"
+    ):
+        evaluate(
+            measure, run=asked["run"], train=str(tmp_path / "one.parquet"), test=asked["test"], quiet=True
+        )
 
 
 @pytest.mark.parametrize(

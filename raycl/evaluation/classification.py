@@ -91,8 +91,7 @@ def evaluate(
         check_no_splits(source)
     _check_labels(sources)
     report_unread(sources.values(), quiet=quiet)
-    if not quiet:
-        _warn_of_equal_sets(sources)
+    _warn_of_equal_sets(sources, quiet=quiet)
     num_rows = sum(source.num_rows for source in sources.values())
     connect_unless_small(num_rows * row_bytes(encoder), gpu=gpu, address=address, debug=debug)
 
@@ -121,23 +120,12 @@ def evaluate(
             tables = embedded_tables(
                 sources[name], decoder, saved, encoder, gpu=gpu, network=network, kept=decoded
             )
-        rows = representations(tables, encoder.spec.representation_dim)
-        labeled = _labeled(rows, _labels(tables))
-        missing = len(rows) - len(labeled.label)
-        if missing and not quiet:
-            print(
-                f"raycl: {missing:,} of {len(rows):,} rows of the {name} set have no label (null or -1) and are skipped",
-                file=sys.stderr,
-            )
-        return labeled
+        _report_missing(name, _labels(tables), quiet=quiet)
+        return _labeled(representations(tables, encoder.spec.representation_dim), _labels(tables))
 
     with prepared_process(available_cores()):  # which keeps freed memory, and multiplies faster on some CPUs
         train_set, test_set = represent("train"), _with_train_classes(sources, represent("test"))
-        if len(classes := train_set.label.unique()) == 1:
-            raise DataError(
-                f"all labels of the training set are {sources['train'].label_name(int(classes[0]))}; give rows of two "
-                "classes or more, and number them from 0, since -1 is a missing label"
-            )
+        _check_classes(sources["train"], train_set.label)
         result = EvaluationResult({"measure": measure, "top1": score(train_set, test_set)})
         if measure == "linear" and labels_per_class is not None:
             result["labels_per_class"] = labels_per_class
@@ -171,9 +159,27 @@ def _check_labels(sources: dict[str, Source]) -> None:
         raise DataError(f"the test set has classes that the training set lacks: {', '.join(unknown[:5])}")
 
 
-def _warn_of_equal_sets(sources: dict[str, Source]) -> None:
+def _check_classes(train: Source, label: Tensor) -> None:
+    distinct = label.unique().tolist()
+    if len(distinct) == 1:
+        raise DataError(
+            f"all labels of the training set are {train.label_name(distinct[0])}; give rows of two classes or more, "
+            "and number them from 0, since -1 is a missing label"
+        )
+
+
+def _report_missing(name: str, label: Tensor, *, quiet: bool) -> None:
+    missing = int((label == NO_LABEL).sum())
+    if missing and not quiet:
+        print(
+            f"raycl: {missing:,} of {len(label):,} rows of the {name} set have no label (null or -1) and are skipped",
+            file=sys.stderr,
+        )
+
+
+def _warn_of_equal_sets(sources: dict[str, Source], *, quiet: bool) -> None:
     test = sources["test"].uri
-    if sources["train"].uri == test:
+    if sources["train"].uri == test and not quiet:
         print(
             f"train and test are both {test}: each test row is a training row, so the accuracy means nothing; "
             "give a test set of other rows",
