@@ -34,6 +34,7 @@ from tests.pretended_steps import (
     count,
     pretended,
     steps_on,
+    table,
 )
 from tests.shards import bank_in_process
 
@@ -85,6 +86,11 @@ def test_the_ceilings_match_the_documented_ones(name: str, most: tuple[int, int]
     for workers in (1, 2):
         assert COUNTS[f"{name}|{workers}"]["step"][0] <= most[workers - 1]
     assert all(counts["views"][0] <= 2 for counts in COUNTS.values())
+
+
+def test_the_documented_counts_are_the_ceilings() -> None:
+    page = Path(__file__).parent.parent / "docs" / "gpu.md"
+    assert table(COUNTS) in page.read_text()
 
 
 class InMemoryDataset:
