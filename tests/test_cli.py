@@ -417,6 +417,9 @@ def test_help_lists_every_bank_command(raycl) -> None:
         (["export", "keys"], "--output"),
         (["stats", "keys", "--gpu"], "--gpu"),
         (["stats", "keys", "--address", "nonsense"], "HOST:PORT"),
+        (["get", "keys", "--id", 1, "--address", "nonsense"], "HOST:PORT"),
+        (["nearest", "keys", "--id", 1, "--address", "nonsense"], "HOST:PORT"),
+        (["export", "keys", "--output", "new", "--address", "nonsense"], "HOST:PORT"),
         (["guess", "keys"], "guess"),
     ],
 )

@@ -17,7 +17,8 @@ def test_a_training_step_of_two_workers_imports_no_compiler() -> None:
         from torch import distributed, nn
         from raycl.distributed import ddp
         from raycl.models import vision
-        from raycl.optim import build_optimizer, take_step
+        from raycl.optim import build_optimizer
+        from raycl.training.train_state import TrainState
 
         meeting = tempfile.NamedTemporaryFile()
         distributed.init_process_group("gloo", init_method=f"file://{meeting.name}", rank=0, world_size=1)
@@ -29,7 +30,7 @@ def test_a_training_step_of_two_workers_imports_no_compiler() -> None:
             for _ in range(2):
                 optimizer.zero_grad()
                 parallel(torch.randn(8, 4)).square().mean().backward()
-                take_step(optimizer)
+                TrainState(network, optimizer).update()
             optimizer.load_state_dict(optimizer.state_dict())
         assert "torch._dynamo" not in sys.modules
 

@@ -95,6 +95,9 @@ def test_the_page_opens_with_samples_and_marks_neighbors_of_the_same_label(
         browser.close()
 
 
+expect.set_options(timeout=30_000)
+
+
 def test_labels_are_marked_beside_a_neighbor_that_cannot_be_read(url: str) -> None:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])

@@ -142,10 +142,10 @@ def test_data_tasks_import_torch_only_to_resize_photographs() -> None:
         (["raycl.training.coordinator"], {"pyarrow", "pydantic"}),
         (
             [
-                "raycl.evaluation.classification",
-                "raycl.inference.embed",
-                "raycl.training.loop",
+                "raycl.training.loop",  # first: each worker imports it
                 "raycl.training.launch",
+                "raycl.inference.embed",
+                "raycl.evaluation.classification",
             ],
             {"torch._dynamo", "scipy", "sklearn"},
         ),

@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -150,7 +150,7 @@ def test_a_list_that_could_not_be_read_once_makes_no_old_checkpoint_new(
         train(lambda: save(tmp_path, "step-00000010"), truncate, lambda: place.write_text(kept[0]))
 
 
-def test_a_group_of_workers_gets_the_pools_to_release(
+def test_a_group_of_workers_gets_the_pools_to_release_and_the_request_of_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only Ray Train's controller knows when a group starts: it also replaces groups within one call of ``fit``."""
@@ -176,5 +176,9 @@ def test_a_group_of_workers_gets_the_pools_to_release(
         encoder_pool=EncoderPool(actor="the pool of keys", build=MagicMock()),
         mining_pool=EncoderPool(actor="the pool of documents", build=MagicMock()),
     )
-    driver._train_group(job, print)
+    run_ids = []
+    for each in (job, job, replace(job, output=Place(str(tmp_path / "other")))):
+        driver._train_group(each, print)
+        run_ids.append(arguments["run_id"])
     assert arguments["pools"] == ["the pool of keys", "the pool of documents"]
+    assert run_ids[0] == run_ids[1] != run_ids[2]

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 from unittest.mock import MagicMock
@@ -27,7 +27,7 @@ from raycl.data.click_logs import (
 )
 from raycl.data.codecs import Format, store_all
 from raycl.data.columns import ColumnNames, check_labels, is_text
-from raycl.data.decode import row_error
+from raycl.data.decode import classes_of, row_error
 from raycl.data.ids import IdFormat, Ids, content_id, content_ids, entity_id, stable_id, stable_ids
 from raycl.data.in_memory import InMemoryDataset
 from raycl.data.read_stats import ReadStats
@@ -462,6 +462,19 @@ class DatasetOfOneBatch:
 
     def iter_batches(self, **_: Any) -> list[pa.Table]:
         return [self._table]
+
+    def map_batches(self, function: Callable[[pa.Table], pa.Table], **_: Any) -> "DatasetOfOneBatch":
+        return DatasetOfOneBatch(function(self._table))
+
+    def schema(self) -> pa.Schema:
+        return self._table.schema
+
+
+def test_a_missing_label_of_a_dataset_is_no_class() -> None:
+    for kind in (pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string())):
+        label = pa.chunked_array([pa.array(["dog", None, "cat", "dog"], kind)])
+        data: Any = DatasetOfOneBatch(pa.table({"label": label}))
+        assert classes_of(data, ColumnNames(image="image", label="label")) == ("cat", "dog")
 
 
 def test_a_vocabulary_skips_the_texts_of_a_dataset_that_are_not_utf8() -> None:

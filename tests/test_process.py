@@ -271,7 +271,8 @@ class EndOfTest(BaseException):
 def test_a_controller_asks_once_for_its_own_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr("raycl.training.controller.stand_by", lambda number, began: asked.append(number))
-    trainer = RayTrainer(print, began=7.0, scaling_config=ScalingConfig(num_workers=1))
+    trainer = RayTrainer(print, began=7.0, run_id="a run", scaling_config=ScalingConfig(num_workers=1))
+    assert trainer.train_run_context.run_id == "a run"
     [callback] = [each for each in trainer._create_default_callbacks() if hasattr(each, "began")]
     assert callback.began == 7.0
     for _ in range(3):

@@ -47,6 +47,7 @@ REFUSED = {
     "train simclr --data splits --output new --batch-size 2": "splits holds a data set in 2 splits; give --data ",
     "train simclr --data splits/train --output splits/train/new --batch-size 2": "the output splits/train/new lies in the "
     "data at splits/train, which could not be read again beside other files; give an --output outside of that folder",
+    "train simclr --data splits/train --output splits/train/old --batch-size 2": "old holds an earlier run",
     f"{EMBED} --data splits/train --output splits/train": "the output splits/train lies in the data at splits/train, ",
     f"{DIGITS} --set encoder.name=resnet19": "own; did you mean resnet18?",
     f"{DIGITS} --gpu --workers 2": "--gpu takes one GPU per worker: 2 needed, but the cluster has 0",
@@ -140,6 +141,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     for name, content in (
         ("earlier/config.yaml", config_to_yaml(recipe("simclr"))),
         ("earlier_demo/run/config.yaml", config_to_yaml(recipe("simclr"))),
+        ("splits/train/old/config.yaml", config_to_yaml(recipe("simclr"))),
         ("images/encoder.json", "{}"),
     ):
         (folder / name).parent.mkdir(parents=True)

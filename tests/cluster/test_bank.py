@@ -284,7 +284,7 @@ def test_an_actor_that_still_starts_has_a_place() -> None:
     kind: Any = ray.remote(Slow)
     slow, without = kind.options(num_cpus=0).remote(), kind.options(num_cpus=10**6).remote()
     try:
-        wait_until(lambda: _has_place(slow), timeout_s=30)
+        wait_until(lambda: _has_place(slow))
         assert not _has_place(without)
     finally:
         ray.kill(slow)

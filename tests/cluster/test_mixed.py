@@ -164,7 +164,7 @@ def test_a_run_is_not_resumed_with_other_weights_of_its_rows(
 
 
 def test_click_logs_are_grouped_and_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(click_logs.group_rows.__kwdefaults__, "num_parts", 1)
+    monkeypatch.setitem(click_logs.group_rows.__kwdefaults__, "num_parts", 2)  # one of them empty
     same = {"query": ["one query"] * 3, "document": ["a", "b", "c"], "label": [1, 0, 0]}
     logs = [
         ray.data.from_arrow(pa.table(same)),

@@ -329,8 +329,7 @@ def test_an_earlier_run_guides_a_new_one(click_run: tuple[Path, raycl.RunResult]
     run, data, documents = str(click_run[0]), tmp_path / "clicks.parquet", tmp_path / "documents"
     pq.write_table(pa.Table.from_pylist(clicks()), data)  # which repeats documents
     columns = ColumnNames(text="document", document_id="document_id")
-    with in_this_process():
-        raycl.embed(run, str(data), str(documents), columns=columns, side="key", quiet=True)
+    raycl.embed(run, str(data), str(documents), columns=columns, side="key", quiet=True)  # by actors
     # Any other folder with these columns is a guide too.
     queries = {row["query_id"]: row["query"] for row in clicks()}
     vectors = raycl.load_encoder(run).encode(list(queries.values())).tolist()
