@@ -39,8 +39,8 @@ def images(
     """Pack a folder of images into parquet files."""
     source = pack_images(data, output, rows_per_file=rows_per_file, address=address, debug=debug)
     print(f"{source.num_rows:,} images packed into {output}")
-    if source.ignored:
-        print("ignored: " + ", ".join(f"{count} {extension}" for extension, count in source.ignored))
+    for line in source.unread():
+        print(line)
 
 
 @app.command()
@@ -53,8 +53,8 @@ def rows(
     """Pack tars, CSV or JSONL files into a parquet file with the same rows and ids; OUTPUT ends in .parquet."""
     packed = pack_rows(data, output, columns=_columns(columns, list(vars(ColumnNames()))))
     print(f"{packed.num_rows:,} rows packed into {output}")
-    if packed.ignored_label:
-        print(f"ignored: column 'label', which holds {packed.ignored_label}")
+    for line in packed.unread():
+        print(line)
 
 
 @app.command()

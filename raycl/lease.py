@@ -96,7 +96,8 @@ class Lease:
         """Raise ``RunError`` if another process has taken over; call it before each write."""
         if not self._claim.exists():
             claims = self._claims()
-            if self.folder.is_local and not claims and self.writer.host != socket.gethostname():
+            is_seen = claims or (self.output / "config.yaml").exists()  # written before the workers start
+            if self.folder.is_local and not is_seen and self.writer.host != socket.gethostname():
                 raise RunError(
                     f"this node, {socket.gethostname()}, does not see the files that {self.writer.host} wrote to {self.output}; "
                     "give a folder that all nodes share, or s3://BUCKET/PREFIX, as --output"

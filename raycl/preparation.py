@@ -159,7 +159,6 @@ def make_tokenizer(
     """
     asked = {"vocabulary_size": vocabulary_size, "lowercase": lowercase, "tokenizer_train_size": num_texts}
     settings = override(recipe("simcse"), {f"text.{name}": value for name, value in asked.items()}).text
-    check_output_is_outside(output, [data])
     source = find_source(data, UnlabeledColumnNames(**vars(columns)))
     with writing_new(output, is_file=True) as place:
         connect_cluster(address, debug=debug)

@@ -21,7 +21,7 @@ from raycl.negatives.client import MemoryBankClient, QueueClient
 from raycl.negatives.memory_bank import normalized
 from raycl.negatives.rpc import ShardConnection
 from raycl.negatives.search import checked_query, nearest
-from raycl.negatives.snapshot import Current, read_current, write_current, write_samples
+from raycl.negatives.snapshot import Current, read_current, shard_place, write_current, write_samples
 from raycl.negatives.spec import BankSpec
 from raycl.negatives.start import start_bank
 from raycl.negatives.store import concatenate
@@ -618,10 +618,15 @@ def test_a_bank_with_a_snapshot_gets_time_to_read_it(starting: SimpleNamespace, 
     write_current(spec, Current(step=1))
     starting.node = "a"
     with pytest.raises(
-        RunError, match=rf"not ready within 123 s, .*; check {tmp_path}/bank, or raise"
+        RunError,
+        match=rf"not ready within 123 s, .* the speed of {tmp_path}/bank, which may hold a snapshot, or raise",
     ) as error:
         start_bank(spec)
     assert starting.timeout_s == spec.timeout_s + 3  # 28 MB at 10 MB a second
+    write_current(spec, Current(step=0))  # whose slots were initialized
+    shard_place(spec, 0, 0).write_text("rows")
+    with pytest.raises(RunError, match="not ready within 123 s"):
+        start_bank(spec)
     assert "\n" not in str(error.value)
 
 

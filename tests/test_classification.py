@@ -181,10 +181,11 @@ def test_rows_without_a_label_are_counted_and_one_class_is_refused(
         measure, run=asked["run"], train=str(tmp_path / "some.parquet"), test=asked["test"], baseline=False
     )
     assert result["num_train"] == 40
-    line = "raycl: 40 of 80 rows of the train set have no label (null or -1) and are skipped\n"
+    line = "raycl: 40 of 80 rows of the train set have no label (null or negative) and are skipped\n"
     assert capsys.readouterr().err.count(line) == 1
     with pytest.raises(
-        DataError, match="^all labels of the training set are 1; give [^\n]* -1 is a missing label$"
+        DataError,
+        match="^all labels of the training set are 1; give [^\n]* a negative label is a missing one$",
     ):
         evaluate(
             measure, run=asked["run"], train=str(tmp_path / "one.parquet"), test=asked["test"], quiet=True

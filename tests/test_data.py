@@ -315,22 +315,11 @@ def test_integers_are_labels_also_if_the_first_file_has_none(tmp_path: Path) -> 
     assert (source.classes, labels.tolist()) == (None, [-1, -1, 10, 2])
 
 
-@pytest.mark.parametrize("lowest", [-2, -(2**63)])
-def test_labels_below_minus_one_are_refused_in_one_line(lowest: int, tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", 3, label=[1, lowest, None])
-    with pytest.raises(
-        DataError, match=f"^a label is {lowest}, and classes are numbered from 0; give [^\n]*$"
-    ):
-        read(find_source(path))
-    texts = ColumnNames(image=None, text="t", label="label")
-    table = pa.table({"t": ["a", "b"], "label": [1, lowest]})
-    with pytest.raises(DataError, match=f"a label is {lowest}"):
-        RawRows.of_table(table, texts, None)
-
-
-def test_an_integer_label_of_minus_one_is_missing(tmp_path: Path) -> None:
-    (found,) = read(find_source(write_parquet(tmp_path / "a.parquet", 3, label=[-1, 1, None])))
-    assert found.label.tolist() == [NO_LABEL, 1, NO_LABEL]
+def test_a_negative_label_is_a_missing_one(tmp_path: Path) -> None:
+    (found,) = read(
+        find_source(write_parquet(tmp_path / "a.parquet", 5, label=[-1, 1, None, -100, -(2**63)]))
+    )
+    assert found.label.tolist() == [NO_LABEL, 1, NO_LABEL, NO_LABEL, NO_LABEL]
 
 
 def test_a_missing_text_label_of_any_type_is_no_class() -> None:

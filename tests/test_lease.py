@@ -324,6 +324,11 @@ def test_a_node_that_does_not_see_the_output_is_named(
     with pytest.raises(RunError, match=message) as error:
         lost.check()
     assert "\n" not in str(error.value)
+    (output / "config.yaml").write_text(
+        "recipe: simclr"
+    )  # so the node sees the output, whose driver has ended
+    with pytest.raises(RunError, match="^this process lost its lease .* the writer is now no process"):
+        lost.check()
     claim_of(output)
     with pytest.raises(RunError, match="^this process lost its lease .* the writer is now process"):
         lost.check()

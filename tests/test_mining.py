@@ -254,4 +254,4 @@ def test_mined_pairs_are_read_back_with_the_same_ids(tmp_path: Path) -> None:
 def test_an_image_run_is_refused_before_reading_data(tmp_path: Path) -> None:
     save(small_config("clip"), tmp_path)
     with pytest.raises(ConfigError, match="an encoder of images; mine needs one of texts"):
-        mine_negatives(str(tmp_path), str(tmp_path), str(tmp_path / "mined.parquet"))
+        mine_negatives(str(tmp_path), str(tmp_path), str(tmp_path.parent / "mined.parquet"))

@@ -225,6 +225,8 @@ def test_python_functions_refuse_the_same_input(tmp_path: Path, monkeypatch: pyt
         ("s3://bucket", False),
         ("images/cat/run", True),
         ("images/../run", False),
+        ("images/.runs/a", False),
+        ("s3://bucket/images/.runs/a", False),
         ("link/run", True),
         ("file/run", False),
     ],

@@ -4,13 +4,18 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
+from raycl.data.in_memory import InMemoryDataset
 from raycl.recipes import recipe as recipe_of
-from raycl.training.evaluators import KnnEvaluator, RetrievalEvaluator
+from raycl.training.evaluators import KnnEvaluator, RetrievalEvaluator, build_evaluator
 from raycl.training.launch import _warn_of_baseline
 from raycl.training.transforms import PairTransform, build_transform
 from tests.images import encode
@@ -161,3 +166,15 @@ def test_an_encoder_that_is_not_better_than_the_baseline_is_reported(value: floa
     if is_reported:
         assert f"raw pixels on held-out rows: knn_top1 {value:.3f} and 0.800" in lines[0]
         assert f"BM25 on held-out rows: recall_at_10 {value:.3f} and 0.800" in lines[1]
+
+
+@pytest.mark.parametrize(("labels", "says"), [([1, -1], True), ([1, 0], False)])
+def test_a_run_on_one_class_has_no_periodic_knn_and_says_so(labels: list[int], says: bool) -> None:
+    ids = np.arange(40)
+    table = pa.table({"sample_id": ids, "label": np.array(labels)[ids // 2 % 2]})
+    holdout = SimpleNamespace(is_reference=lambda ids: ids % 2 == 0, is_test=lambda ids: ids % 2 == 1)
+    job: Any = SimpleNamespace(is_evaluated=True, holdout=holdout, coordinator=MagicMock())
+    evaluator = build_evaluator(job, recipe_of("simclr"), InMemoryDataset([table], {}), MagicMock())
+    notices = job.coordinator.add_notice.remote.call_args_list
+    assert (evaluator is None, len(notices)) == (says, int(says))
+    assert not says or notices[0].args == ("all labels are 1 (a negative one is missing): no periodic kNN",)

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from raycl.errors import DataError
@@ -47,8 +46,8 @@ def label_numbers(
 ) -> NDArray[np.int64]:
     """Return labels as numbers, ``NO_LABEL`` where one is missing; ``classes`` is None for integers.
 
-    Raises ``DataError`` if ``classes`` is None and a label is not a 64-bit integer, or is below -1 unless it
-    ``may_be_negative``. An integer -1 is a missing label, as in many data sets.
+    A negative integer is a missing label, such as -1 or -100 in many data sets, unless it ``may_be_negative``. Raises
+    ``DataError`` if ``classes`` is None and a label is not a 64-bit integer.
     """
     if classes is None:
         try:
@@ -60,13 +59,8 @@ def label_numbers(
                 f"labels are integers in one part of the dataset, and {column.type} or beyond 64 bits in another; "
                 "give integers or text in all parts"
             ) from None
-        lowest = pc.min(numbers).as_py()  # type: ignore[attr-defined]
-        if not may_be_negative and lowest is not None and lowest < NO_LABEL:
-            raise DataError(
-                f"a label is {lowest}, and classes are numbered from 0; give numbers from 0 or text, and null or -1 "
-                "where a label is missing"
-            )
-        return numbers.fill_null(NO_LABEL).to_numpy()
+        found = numbers.fill_null(NO_LABEL).to_numpy()
+        return found if may_be_negative else np.maximum(found, NO_LABEL)
     index: dict[str | None, int] = {name: place for place, name in enumerate(classes)}
     names = (None if name is None else str(name) for name in column.to_pylist())
     return np.array([index.get(name, NO_LABEL) for name in names], np.int64)

@@ -276,8 +276,13 @@ def check_exists(uri: str) -> None:
 
 def check_output_is_outside(output: str, data: Iterable[str]) -> None:
     """Raise ``ConfigError`` if an output lies in a folder of data, which its files would make unreadable."""
+    inner = _real(output)
     for uri in data:
-        if f"{_real(output)}/".startswith(f"{_real(uri)}/") and Place(absolute(uri)).is_folder():
+        outer = _real(uri)
+        is_inside = (
+            f"{inner}/".startswith(f"{outer}/") and "/." not in inner[len(outer) :]
+        )  # hidden files are no data
+        if is_inside and Place(absolute(uri)).is_folder():
             raise ConfigError(
                 f"the output {output} lies in the data at {uri}, which could not be read again beside other files; "
                 "give an --output outside of that folder"

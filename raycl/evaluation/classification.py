@@ -90,7 +90,7 @@ def evaluate(
     for source in sources.values():
         check_no_splits(source)
     _check_labels(sources)
-    report_unread(sources.values(), quiet=quiet)
+    report_unread({each.uri: each for each in sources.values()}.values(), quiet=quiet)
     _warn_of_equal_sets(sources, quiet=quiet)
     num_rows = sum(source.num_rows for source in sources.values())
     connect_unless_small(num_rows * row_bytes(encoder), gpu=gpu, address=address, debug=debug)
@@ -164,7 +164,7 @@ def _check_classes(train: Source, label: Tensor) -> None:
     if len(distinct) == 1:
         raise DataError(
             f"all labels of the training set are {train.label_name(distinct[0])}; give rows of two classes or more, "
-            "and number them from 0, since -1 is a missing label"
+            "and number them from 0, since a negative label is a missing one"
         )
 
 
@@ -172,7 +172,7 @@ def _report_missing(name: str, label: Tensor, *, quiet: bool) -> None:
     missing = int((label == NO_LABEL).sum())
     if missing and not quiet:
         print(
-            f"raycl: {missing:,} of {len(label):,} rows of the {name} set have no label (null or -1) and are skipped",
+            f"raycl: {missing:,} of {len(label):,} rows of the {name} set have no label (null or negative) and are skipped",
             file=sys.stderr,
         )
 

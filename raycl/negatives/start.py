@@ -14,7 +14,7 @@ from raycl.negatives.bank import NAMESPACE, Bank, connect_bank, list_banks
 from raycl.negatives.memory_bank import SampleIndex
 from raycl.negatives.placement import ROLE, ROLES, nodes_for_a_bank, reserved_memory
 from raycl.negatives.rpc import actor_facts
-from raycl.negatives.snapshot import read_current, write_samples
+from raycl.negatives.snapshot import read_current, shard_place, write_samples
 from raycl.negatives.spec import BankSpec
 
 # How long a bank may outlive its driver.
@@ -45,7 +45,8 @@ def start_bank(spec: BankSpec, sample_id: np.ndarray | None = None, *, cluster_g
     _stop_predecessor(spec)
     if samples is not None:
         write_samples(spec, samples.sample_id)
-    has_snapshot = read_current(spec).step > 0
+    step = read_current(spec).step
+    has_snapshot = step > 0 or shard_place(spec, 0, 0).exists()  # that of step 0 has initialized slots
     bank = Bank(spec, _create_actors(spec))
     try:
         _wait_for_shards(bank, timeout_s=bank.timeout_s(for_storage=has_snapshot))
@@ -135,8 +136,8 @@ def _wait_for_shards(bank: Bank, *, timeout_s: float) -> None:
             raise RunError(f"the bank did not start: {first_line(error)}; try again with --debug") from error
         if all(_has_place(actor) for actor in bank.actors):
             raise RunError(
-                f"the bank was not ready within {timeout_s:g} s, although its shards have a place: a snapshot takes "
-                f"long to read where the storage is slow; check {spec.place}, or raise bank.timeout_s"
+                f"the bank was not ready within {timeout_s:g} s, although its shards have a place: check the load "
+                f"of their nodes and the speed of {spec.place}, which may hold a snapshot, or raise bank.timeout_s"
             ) from error
         raise RunError(
             f"the bank found no place within {timeout_s:g} s: {spec.num_shards} shards need up to "

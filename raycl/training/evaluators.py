@@ -181,6 +181,12 @@ def build_evaluator(
         bank, test = bank.labeled(), test.labeled()
     if min(len(bank), len(test)) < num_workers():
         return None
+    if not config.has_two_towers and len(classes := np.unique(bank.label)) == 1:
+        if rank() == 0:
+            job.coordinator.add_notice.remote(
+                f"all labels are {classes[0]} (a negative one is missing): no periodic kNN"
+            )
+        return None
     precision = config.tower_precision
     if config.has_two_towers:
         return RetrievalEvaluator(
