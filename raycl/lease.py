@@ -24,6 +24,7 @@ from typing import Self, final
 
 from raycl.errors import ConfigError, RunError, StorageError
 from raycl.provenance import this_command
+from raycl.records import CONFIG
 from raycl.storage import Place, absolute
 
 RENEW_S = 15.0
@@ -96,7 +97,7 @@ class Lease:
         """Raise ``RunError`` if another process has taken over; call it before each write."""
         if not self._claim.exists():
             claims = self._claims()
-            is_seen = claims or (self.output / "config.yaml").exists()  # written before the workers start
+            is_seen = claims or (self.output / CONFIG).exists()  # written before the workers start
             if self.folder.is_local and not is_seen and self.writer.host != socket.gethostname():
                 raise RunError(
                     f"this node, {socket.gethostname()}, does not see the files that {self.writer.host} wrote to {self.output}; "

@@ -279,9 +279,8 @@ def check_output_is_outside(output: str, data: Iterable[str]) -> None:
     inner = _real(output)
     for uri in data:
         outer = _real(uri)
-        is_inside = (
-            f"{inner}/".startswith(f"{outer}/") and "/." not in inner[len(outer) :]
-        )  # hidden files are no data
+        is_hidden = "/." in inner[len(outer) :]  # and no data
+        is_inside = f"{inner}/".startswith(f"{outer}/") and not is_hidden
         if is_inside and Place(absolute(uri)).is_folder():
             raise ConfigError(
                 f"the output {output} lies in the data at {uri}, which could not be read again beside other files; "

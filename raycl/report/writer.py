@@ -50,8 +50,7 @@ def reported(output: str) -> Iterator[None]:
 
 
 def _write(place: Place, page: str) -> Place:
-    # Lone surrogates, for example from file names that are not UTF-8, cannot be encoded.
-    place.write_text(page.encode("utf-8", "replace").decode("utf-8"))
+    place.write_text(page)
     return place
 
 
