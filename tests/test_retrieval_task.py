@@ -308,6 +308,32 @@ def test_examples_leave_out_the_documents_that_a_query_ignores(tmp_path: Path, w
     assert nearest == {"a b": ["d", "e"], "c": ["a b", "d", "e", "f"]}
 
 
+def test_the_files_that_are_not_read_are_named(
+    tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(small_config(), tmp_path / "run")
+
+    def folder(name: str, **columns: list[Any]) -> str:
+        file = Path(write(f"{name}.parquet", **columns))
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.md").touch()
+        file.rename(tmp_path / name / file.name)
+        return str(tmp_path / name)
+
+    test = folder("test", query=["a b", "c"], document=["d", "e"])
+    train = folder("train", query=["a b"], document=["f"])
+    judgments = folder("judgments", query_id=[1], document_id=[2], label=[1])
+    queries = folder("queries", query_id=[1], query=["a"])
+    documents = folder("documents", document_id=[2], document=["b"])
+    judged = {"test": judgments, "queries": queries, "documents": documents}
+    for sets in ({"test": test, "train": train}, judged):
+        for quiet in (True, False):
+            options: dict[str, Any] = {**sets, "baseline": False, "quiet": quiet}
+            evaluate_retrieval(run=str(tmp_path / "run"), **options)
+            lines = [each for each in capsys.readouterr().err.splitlines() if "not read" in each]
+            assert lines == ([] if quiet else [f"files not read in {each}: 1 .md" for each in sets.values()])
+
+
 def test_retrieval_of_images_needs_an_encoder_of_captions(tmp_path: Path) -> None:
     save(small_config("clip"), tmp_path / "both")
     with pytest.raises(DataError, match="there is nothing at .*captioned"):  # tried to read the data set

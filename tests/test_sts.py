@@ -147,3 +147,20 @@ def test_a_baseline_without_shared_words_is_unknown(tmp_path: Path) -> None:
     baseline = found["baseline"]["tfidf"]
     assert baseline == {"spearman": {"german": None, "english": pytest.approx(1)}, "mean": None}
     assert "mean" in str(found)
+
+
+def test_the_files_that_are_not_read_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(small_config("simcse"), tmp_path / "run")
+    pairs = {"sentence1": ["a b", "b c"], "sentence2": ["a", "b c"], "score": [2, 3]}
+    for name, rows in {"test": pairs, "corpus": {"text": ["a c", "b d"]}}.items():
+        (tmp_path / name).mkdir()
+        pq.write_table(pa.table(rows), tmp_path / name / "rows.parquet")
+        (tmp_path / name / "notes.md").touch()
+    run, test, train = (str(tmp_path / name) for name in ("run", "test", "corpus"))
+    evaluate_sts(run=run, test=test, train=train, quiet=True)
+    assert "not read" not in capsys.readouterr().err
+    evaluate_sts(run=run, test=test, train=train)
+    lines = capsys.readouterr().err.splitlines()
+    assert [each for each in lines if "not read" in each] == [
+        f"files not read in {uri}: 1 .md" for uri in (test, train)
+    ]

@@ -120,12 +120,12 @@ def evaluate_retrieval(
             )
         if examples:
             raise ConfigError("examples are of texts, and the run has an encoder of images; leave them out")
-        scores = _evaluate_images(image_task(test, names), encoders, options)
+        scores = _evaluate_images(image_task(test, names, quiet=quiet), encoders, options)
     else:
         if queries is not None and documents is not None:
-            task = benchmark_task(test, queries, documents, names)
+            task = benchmark_task(test, queries, documents, names, quiet=quiet)
         else:
-            task = pair_task(test, train, names)
+            task = pair_task(test, train, names, quiet=quiet)
         scores = _evaluate_texts(task, encoders, options, baseline=baseline, examples=examples)
     return EvaluationResult({"measure": "retrieval", **scores})
 
@@ -210,7 +210,7 @@ def _examples(task: Task, ranking: Ranking, num: int) -> list[dict[str, Any]]:
     ]
 
 
-def pair_task(test: str, train: str | None, names: ColumnNames) -> Task:
+def pair_task(test: str, train: str | None, names: ColumnNames, *, quiet: bool = True) -> Task:
     """Search the queries of ``test`` among the documents and negatives of both sets.
 
     A query ignores the documents that match it in ``train``, and its own text.
@@ -222,8 +222,8 @@ def pair_task(test: str, train: str | None, names: ColumnNames) -> Task:
         negatives=names.negatives,
         label=names.label,
     )
-    pairs = read_values(test, columns)
-    known = None if train is None else read_values(train, columns)
+    pairs = read_values(test, columns, quiet=quiet)
+    known = None if train is None else read_values(train, columns, quiet=quiet)
     query = _numbered(pairs.by_role["query"])
     document = _numbered(_documents(pairs), [] if known is None else _documents(known))
     grades = pairs.label if pairs.has_labels else np.ones(len(pairs.label), np.int64)
@@ -244,14 +244,16 @@ def pair_task(test: str, train: str | None, names: ColumnNames) -> Task:
     )
 
 
-def benchmark_task(test: str, queries: str, documents: str, names: ColumnNames) -> Task:
+def benchmark_task(
+    test: str, queries: str, documents: str, names: ColumnNames, *, quiet: bool = True
+) -> Task:
     """Read a benchmark: sets of queries and documents by id, and judgments with grades.
 
     A query ignores its own text. Raises ``DataError`` for a duplicate id in a set, a judgment about an
     unknown id, or judgments without grades.
     """
     ids = {"query_id": names.query_id or "query_id", "document_id": names.document_id or "document_id"}
-    judgments = read_values(test, ColumnNames(image=None, **ids, label=names.label))
+    judgments = read_values(test, ColumnNames(image=None, **ids, label=names.label), quiet=quiet)
     if not judgments.has_labels:
         raise DataError("the judgments have no grades; name the column with --set data.columns.label=NAME")
     texts, rows = {}, {}
@@ -259,17 +261,17 @@ def benchmark_task(test: str, queries: str, documents: str, names: ColumnNames) 
         id_column = ids[f"{role}_id"]
         asked = {role: getattr(names, role) or role, f"{role}_id": id_column}
         columns = UnlabeledColumnNames(image=None, **asked)
-        found = read_values(uri, columns, keep_invalid=True).by_role
+        found = read_values(uri, columns, keep_invalid=True, quiet=quiet).by_role
         texts[role] = found[role]
         rows[role] = _rows_by_id(judgments.by_role[f"{role}_id"], found[f"{role}_id"], uri)
     relevance = np.stack([rows["query"], rows["document"], judgments.label], axis=1)
     return _valid_texts_task(texts["query"], texts["document"], relevance, judgments.num_invalid)
 
 
-def image_task(test: str, names: ColumnNames) -> Task:
+def image_task(test: str, names: ColumnNames, *, quiet: bool = True) -> Task:
     """Search captions by images; the captions of all rows with an image are its own."""
     columns = UnlabeledColumnNames(image=names.image or "image", caption=names.caption or "caption")
-    values = read_values(test, columns)
+    values = read_values(test, columns, quiet=quiet)
     images = values.by_role["image"]
     captions = [each if isinstance(each, list) else [each] for each in values.by_role["caption"]]
     image, document = _numbered(images), _numbered(*captions)

@@ -17,7 +17,7 @@ from raycl.evaluation.lexical_baselines import tfidf_similarity
 from raycl.evaluation.metrics import sts_scores
 from raycl.inference.embed import embed_values
 from raycl.inference.encoder import read_encoders
-from raycl.inference.reading import read_values
+from raycl.inference.reading import read_values, report_unread
 from raycl.tokenization import InvalidTextError, read_text
 
 REQUIRED_COLUMNS = ("sentence1", "sentence2", "score")
@@ -45,11 +45,13 @@ def evaluate_sts(
     (saved,) = read_encoders(run, ["query"])
     if saved.takes_images:
         raise ConfigError(f"the run at {run} has an encoder of images; sts needs one of texts")
-    pairs = _read(test)
+    pairs = _read(test, quiet=quiet)
     left, right = pairs.left, pairs.right
     corpus = [*left, *right]
     if train is not None:
-        train_rows = read_values(train, UnlabeledColumnNames(image=None, text=text)).by_role["text"]
+        train_rows = read_values(train, UnlabeledColumnNames(image=None, text=text), quiet=quiet).by_role[
+            "text"
+        ]
         corpus = [each for row in train_rows for each in (row if isinstance(row, list) else [row])]
     embedding = normalize(
         embed_values([*left, *right], saved, gpu=gpu, address=address, quiet=quiet, debug=debug)
@@ -92,9 +94,10 @@ class _PairColumns(ColumnNames):
         """Accept all types: each value is checked when it is read."""
 
 
-def _read(uri: str) -> _Pairs:
+def _read(uri: str, *, quiet: bool) -> _Pairs:
     asked = {"query": "sentence1", "document": "sentence2", "query_id": "score", "document_id": "dataset"}
     source = find_source(uri, _PairColumns(image=None, **asked))
+    report_unread([source], quiet=quiet)
     names = list(source.columns.asked.values())
     left, right, dataset, scores = list[str](), list[str](), list[Any](), [np.empty(0)]
     for fragment in source.fragments:

@@ -73,7 +73,7 @@ def mine_negatives(
     if query_encoder.takes_images:
         raise ConfigError(f"the run at {run} has an encoder of images; mine needs one of texts")
     with writing_new(output, is_file=True) as place:
-        values = read_pairs(data, columns or ColumnNames())
+        values = read_pairs(data, columns or ColumnNames(), quiet=quiet)
         connect_cluster(address, debug=debug, quiet_core=True)  # tasks search
         pairs = _Pairs(values)
         options: dict[str, Any] = {"gpu": gpu, "address": address, "quiet": quiet, "debug": debug}

@@ -136,13 +136,14 @@ class Values:
         )
 
 
-def read_values(uri: str, columns: ColumnNames, *, keep_invalid: bool = False) -> Values:
+def read_values(uri: str, columns: ColumnNames, *, keep_invalid: bool = False, quiet: bool = True) -> Values:
     """Read the columns of a set, texts as strings.
 
-    ``keep_invalid`` keeps all rows, with None for an invalid text or an unreadable image. Raises ``DataError``
-    for a missing column, or if no row is valid.
+    ``keep_invalid`` keeps all rows, with None for an invalid text or an unreadable image. Files and labels that
+    are not read are printed, unless ``quiet``. Raises ``DataError`` for a missing column, or if no row is valid.
     """
     source = find_source(uri, columns)
+    report_unread([source], quiet=quiet)
     by_role: dict[str, list[Any]] = {role: [] for role in source.columns.contents}
     labels = [np.empty(0, np.int64)]
     for fragment in source.fragments:
@@ -160,13 +161,13 @@ def read_values(uri: str, columns: ColumnNames, *, keep_invalid: bool = False) -
     return found if keep_invalid else valid
 
 
-def read_pairs(uri: str, names: ColumnNames) -> Values:
+def read_pairs(uri: str, names: ColumnNames, *, quiet: bool = True) -> Values:
     """Read pairs: queries and documents, and if present negatives, labels and ids (as integers).
 
     Skips rows with invalid ids, as a run does. Raises ``DataError`` as ``read_values`` does.
     """
     asked = {"query": names.query or "query", "document": names.document or "document"}
-    values = read_values(uri, replace(names, image=None, text=None, caption=None, **asked))
+    values = read_values(uri, replace(names, image=None, text=None, caption=None, **asked), quiet=quiet)
     by_role = values.by_role
     if "negatives" not in by_role:
         by_role.pop("negative_ids", None)
