@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raycl.errors import ShardAwayError
 from raycl.negatives import MemoryBank
 from raycl.negatives.bank import Bank
 from raycl.negatives.client import MemoryBankClient, QueueClient
@@ -221,6 +222,18 @@ def test_a_shard_moves_after_its_snapshot_and_before_any_worker_continues(saving
         "the bank's shard 'bank/1' moved away from node 01234567, which will be removed"
     ]
     assert not saving.is_due()
+
+
+def test_a_shard_whose_room_another_run_took_restarts_the_workers(
+    saving: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def move(_: list[int]) -> None:
+        raise ShardAwayError("the bank's shard 'bank/1' did not answer 'info'")
+
+    monkeypatch.setattr(saving.bank, "move", move)
+    saving.bank.risks = [ShardAtRisk(1, "0123456789", True)]
+    with pytest.raises(ShardAwayError, match="bank/1"):
+        saving.save()
 
 
 def test_a_shard_without_another_node_is_saved_and_reported_once_and_moves_when_there_is_one(

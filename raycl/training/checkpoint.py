@@ -18,7 +18,7 @@ import torch
 
 from raycl.display import format_bytes
 from raycl.distributed import all_sum, check_equal, rank
-from raycl.errors import NonFiniteLossError, RunError
+from raycl.errors import NonFiniteLossError
 from raycl.models.encoder_io import load_state
 from raycl.negatives.bank import Bank
 from raycl.negatives.placement import ShardAtRisk, reserved_memory
@@ -177,10 +177,7 @@ class Checkpointer:
             moving = [each for each in bank.at_risk() if each.has_room]
             if not moving:
                 return
-            try:
-                bank.move([moving[0].shard])
-            except RunError as error:  # another run took the room: the next group waits for it
-                raise TimeoutError(str(error)) from None
+            bank.move([moving[0].shard])  # if another run took the room, the next group waits for it
             self._notify(bank, moving[0], "moved away from")
 
     def _notify(self, bank: Bank, risk: ShardAtRisk, text: str) -> None:
