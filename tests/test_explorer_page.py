@@ -92,6 +92,14 @@ def test_the_page_opens_with_samples_and_marks_neighbors_of_the_same_label(
         expect(page.locator("#results-title")).to_have_text("Random samples")
         expect(page.get_by_role("button", name="Find neighbors", exact=True)).to_be_enabled()
         expect(page.locator("#neighbors .same")).to_have_count(0)
+        # A query that is refused keeps the samples; without an id, it is the first of them.
+        for typed, words in (("one", "A sample id is a whole number"), ("", "12 nearest to sample ")):
+            page.locator("#id").fill(typed)
+            page.locator("#find").click()
+            expect(page.locator("#results-state")).to_contain_text(words)
+            expect(page.locator("#neighbors img")).to_have_count(12)
+        first = page.locator("#id").get_attribute("placeholder")
+        expect(page.locator("#query")).to_contain_text(f"Sample {first}")
         browser.close()
 
 

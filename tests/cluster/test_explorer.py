@@ -43,19 +43,6 @@ pytestmark = [
 ROOT = Path(__file__).parent.parent.parent
 MAIN = "from raycl.cli.main import main; main()"
 TOKEN = "token-of-the-tests"
-# A folder such as docs/images for screenshots; it makes the run longer.
-PICTURES = os.environ.get("RAYCL_PICTURES")
-PICTURED = {
-    "encoder.name": "resnet10",
-    "encoder.kwargs": "{}",
-    "encoder.stem": "half",
-    "encoder.width": 0.5,
-    "augment.crop_scale": [0.4, 1.0],
-    "augment.flip": 0.0,
-    "stages.0.batch_size": 128,
-    "stages.0.learning_rate": 0.24,
-    "negatives.capacity": 2**18,
-}
 SWITCHES = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 SWITCHES += ["--disable-sync", "--no-first-run"]
 DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
@@ -113,15 +100,13 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
         "data.channels": 1,
         "cpus_per_worker": 0.5,
         "encoder.name": "tests.cluster.networks:slow",
-        "encoder.kwargs": json.dumps(
-            {"channels": 1, "marker": str(folder / "never"), "seconds": 0 if PICTURES else 0.2}
-        ),
+        "encoder.kwargs": json.dumps({"channels": 1, "marker": str(folder / "never"), "seconds": 0.2}),
         "stages.0.batch_size": 32,
         "negatives.capacity": 8_192,
         "checkpoints.every_steps": 8,
         "evaluation.every_epochs": 0,
         "data.cache": "materialize",
-    } | (PICTURED if PICTURES else {})
+    }
     flags = [each for key, value in settings.items() for each in ("--set", f"{key}={value}")]
     run = ["train", "moco_v2", "--data", data, "--output", output, "--workers", 1, "--epochs", 1_000]
     with (folder / "errors").open("w") as errors:
@@ -356,9 +341,6 @@ def test_the_page_is_accessible_and_fits_the_screen(
     digits: Explored, look: Look, size: Any, scheme: str
 ) -> None:
     page = look(f"{digits.url}#token={TOKEN}", size=size, scheme=scheme)
-    name = {("light", 1280): "explorer.png", ("dark", 390): "explorer-phone.png"}.get((scheme, size["width"]))
-    if PICTURES:
-        page.wait_for_timeout(150_000 if name == "explorer.png" else 4_000)  # for visible curves
     expect(page.locator("#state-text")).to_have_text("Live", timeout=90_000)
     newest = connect_bank("digits").negatives().sample_id[-1]
     page.get_by_label("Sample id", exact=True).last.fill(str(newest))
@@ -366,8 +348,6 @@ def test_the_page_is_accessible_and_fits_the_screen(
     page.locator("#neighbors img").last.wait_for()
     assert_accessible(page)
     assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
-    if PICTURES and name:
-        page.screenshot(path=f"{PICTURES}/{name}")
 
 
 def test_the_api_has_a_documentation_page(digits: Explored, look: Look) -> None:

@@ -231,7 +231,7 @@ function question() {
   if (!Number.isInteger(wanted) || wanted < 1 || wanted > MOST) throw new Refused(422, `Neighbors are a number from 1 to ${MOST}.`);
   const k = Math.min(MOST, wanted * shown.repeats);
   if (kindAsked() === "id") {
-    const id = find("id").value.trim();
+    const id = find("id").value.trim() || find("id").placeholder; // the first of the random samples
     if (!/^-?\d+$/.test(id)) throw new Refused(422, "A sample id is a whole number; type one.");
     return { title: `sample ${id}`, id, wanted, send: () => call(`nearest?${new URLSearchParams({ id, k })}`) };
   }
@@ -254,8 +254,9 @@ async function ask() {
   const mine = ++asked;
   find("find").disabled = true;
   find("results-state").textContent = "Looking …";
+  let what;
   try {
-    const what = question();
+    what = question();
     const answer = await what.send();
     if (mine !== asked) return;
     tellQuery(what, answer);
@@ -268,8 +269,8 @@ async function ask() {
     if (mine === asked && same.length) find("results-state").textContent = `${state}; ${same.filter(Boolean).length} of ${same.length} have its label (✓)`;
   } catch (error) {
     if (mine !== asked) return;
-    find("neighbors").replaceChildren();
-    find("query").hidden = true;
+    if (what) find("neighbors").replaceChildren();
+    if (what) find("query").hidden = true;
     find("results-state").textContent = error.message;
   } finally {
     if (mine === asked) find("find").disabled = false;
