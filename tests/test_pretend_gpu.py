@@ -61,7 +61,7 @@ def test_a_step_waits_and_launches_no_more_than_recorded(name: str, workers: int
         # Compare whole updates: AdamW moves single weights equally far even for gradients of rounding size.
         # Batch normalization of tiny maps multiplies the rounding of one step by up to 200 in the next.
         for came, expected, error in zip(found.updates, updates, (1e-3, 0.05, 0.05), strict=True):
-            assert (came - expected).norm() < (0.2 if low else error) * expected.norm()
+            assert (came - expected).norm() < (0.3 if low else error) * expected.norm()
 
 
 @pytest.mark.parametrize("workers", [1, 2])
