@@ -65,7 +65,9 @@ def train(
     """
     if (data is None) == (dataset is None):
         raise ConfigError("give exactly one of data (an address) and dataset (a Ray Dataset)")
-    uris, datasets = list(map(str, _listed(data))), _listed(dataset)
+    datasets = _listed(dataset)
+    _check_types(output, _listed(data), datasets, encoder)
+    uris = list(map(str, _listed(data)))
     if not (uris or datasets):
         raise ConfigError("the list of data sets is empty; give at least one")
     flags = run_flags(workers=workers, gpu=gpu, epochs=epochs, steps=steps, batch_size=batch_size, seed=seed)
@@ -188,6 +190,30 @@ def evaluate(
 def _listed(given: Any) -> list[Any]:
     """Return what was given once or in a list; nothing for None."""
     return list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
+
+
+def _check_types(output: object, uris: list[Any], datasets: list[Any], encoder: object) -> None:
+    """Raise ``ConfigError`` for values that a run would only refuse after its start."""
+    for name, value in (("output", output), *(("data", each) for each in uris)):
+        if not isinstance(value, str | os.PathLike):
+            raise ConfigError(f"{name} must be an address, came {type(value).__name__}; give text or a path")
+    if datasets:
+        from ray.data import Dataset
+
+        for each in datasets:
+            if not isinstance(each, Dataset):
+                raise ConfigError(
+                    f"dataset must be a Ray Dataset, came {type(each).__name__}; "
+                    "make one of it, such as with ray.data.from_pandas or ray.data.from_items"
+                )
+    if encoder is not None:
+        from torch import nn
+
+        if not isinstance(encoder, nn.Module):
+            raise ConfigError(
+                f"encoder must be a torch.nn.Module, came {encoder!r:.60}; pass the module itself, "
+                "or the name of an encoder with settings={'encoder.name': NAME}"
+            )
 
 
 def _named(recipe: Address | RunConfig) -> str | RunConfig:

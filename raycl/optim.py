@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, final
+from typing import Any, Literal, final, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,12 @@ from raycl.eager_torch import without_compiler
 from raycl.errors import ConfigError
 
 Schedule = Callable[[int], float]
+OptimizerName = Literal["sgd", "adamw", "lars", "muon"]
+OPTIMIZERS = get_args(OptimizerName)
 
 
 def build_optimizer(
-    name: Literal["sgd", "adamw", "lars", "muon"],
+    name: OptimizerName,
     module: nn.Module,
     *,
     momentum: float = 0.9,
@@ -32,7 +34,8 @@ def build_optimizer(
 
     Biases and normalization weights (all parameters with fewer than two dimensions) have no weight
     decay and no LARS scaling, as in SimCLR. ``muon`` treats them with AdamW, and embeddings too.
-    ``learning_rate_scales`` multiply the learning rate of a parameter, 1 if it is missing.
+    ``learning_rate_scales`` multiply the learning rate of a parameter, 1 if it is missing. Raises ``ConfigError``
+    for an unknown name.
     """
     scales, grouped = learning_rate_scales or {}, defaultdict[tuple[bool, float], list[nn.Parameter]](list)
     for parameter in module.parameters():
@@ -47,6 +50,8 @@ def build_optimizer(
         }
         for (is_vector, scale), parameters in sorted(grouped.items())
     ]
+    if name not in OPTIMIZERS:
+        raise ConfigError(f"unknown optimizer {name!r}; there are {', '.join(OPTIMIZERS)}")
     # torch asks for its compiler at the first call of these methods.
     with without_compiler():
         if name == "adamw":
@@ -113,12 +118,14 @@ class LARS(Optimizer):
         super().__init__(params, defaults)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Perform one step; closures are not supported."""
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Perform one step, after ``closure``, which computes the loss and the gradients; return its loss."""
+        loss = _evaluated(closure)
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if parameters:
                 self._step_group(group, parameters)
+        return loss
 
     def _step_group(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         gradients: list[Tensor] = [p.grad for p in parameters if p.grad is not None]
@@ -130,6 +137,13 @@ class LARS(Optimizer):
         torch._foreach_mul_(buffers, group["momentum"])
         torch._foreach_add_(buffers, gradients)
         torch._foreach_add_(parameters, buffers, alpha=-group["lr"])
+
+
+def _evaluated(closure: Callable[[], float] | None) -> float | None:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def _adapted(parameters: list[Tensor], gradients: list[Tensor], trust_coefficient: float) -> list[Tensor]:
@@ -166,8 +180,9 @@ class Muon(Optimizer):
         self._tables = frozenset(tables)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Perform one step; closures are not supported."""
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Perform one step, after ``closure``, which computes the loss and the gradients; return its loss."""
+        loss = _evaluated(closure)
         matrices: list[_Matrices] = []
         for group in self.param_groups:
             by_shape = defaultdict[tuple[int, int] | None, list[Tensor]](list)
@@ -185,6 +200,7 @@ class Muon(Optimizer):
         for each, steps in zip(matrices, _shared([each.ahead for each in matrices]), strict=True):
             moved = [step.view_as(p) for step, p in zip(steps, each.parameters, strict=True)]
             torch._foreach_add_(each.parameters, moved, alpha=-each.size)
+        return loss
 
     def _matrix_shape(self, parameter: Tensor) -> tuple[int, int] | None:
         is_matrix = parameter.ndim in (2, 4) and parameter not in self._tables

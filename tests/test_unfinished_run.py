@@ -115,7 +115,8 @@ def test_a_users_own_module_must_be_passed_again(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="do not fit the network.*pass the same one"):
         raycl.load_encoder(run)
     encoder = raycl.load_encoder(run, network=nn.Sequential(nn.Flatten(), other))
-    assert torch.equal(other.weight, linear.weight)
+    assert torch.equal(next(encoder.parameters()), linear.weight)
+    assert not torch.equal(other.weight, linear.weight)  # a copy was loaded
     assert encoder.spec.representation_dim == 24
 
 

@@ -120,39 +120,41 @@ class ImageAugmentation:
 
         ``shape`` is the height and width of the stored images. The parameters do not depend on the device.
         """
-        draws = uniforms(sample_id, seed=seed, epoch=epoch, view=view, num=_ROTATION + 1)
-        height, width = shape
-        boxes = draw_boxes(
-            draws[:, len(_DRAWS) : _ROTATION],
-            height=height,
-            width=width,
-            aspect=_aspect(aspect, num_images=len(draws), default=width / height),
-            scale=self.crop_scale,
-            ratio=self.crop_ratio,
-        )
-        named: dict[str, Tensor] = dict(zip(_DRAWS, draws.unbind(1), strict=False))
-        matrix, gray_share = self._colors(named)
-        low, high = self.blur_sigma
-        sigma = torch.where(named["blur"] < self.blur, low + (high - low) * named["sigma"], 0.0)
-        degrees = (2 * draws[:, _ROTATION] - 1) * self.rotation
-        others = torch.stack([named["flip"] < self.flip, degrees, sigma, gray_share], dim=1)
-        return torch.cat([boxes, others, matrix.flatten(1)], dim=1)
+        with full_precision("cpu"):
+            draws = uniforms(sample_id, seed=seed, epoch=epoch, view=view, num=_ROTATION + 1)
+            height, width = shape
+            boxes = draw_boxes(
+                draws[:, len(_DRAWS) : _ROTATION],
+                height=height,
+                width=width,
+                aspect=_aspect(aspect, num_images=len(draws), default=width / height),
+                scale=self.crop_scale,
+                ratio=self.crop_ratio,
+            )
+            named: dict[str, Tensor] = dict(zip(_DRAWS, draws.unbind(1), strict=False))
+            matrix, gray_share = self._colors(named)
+            low, high = self.blur_sigma
+            sigma = torch.where(named["blur"] < self.blur, low + (high - low) * named["sigma"], 0.0)
+            degrees = (2 * draws[:, _ROTATION] - 1) * self.rotation
+            others = torch.stack([named["flip"] < self.flip, degrees, sigma, gray_share], dim=1)
+            return torch.cat([boxes, others, matrix.flatten(1)], dim=1)
 
     def apply(self, images: Tensor | np.ndarray, drawn: Tensor) -> Tensor:
         """Return the drawn views of images on the same device; shapes as in a call."""
         views = _empty_views(images, size=self.size)
-        for rows in _chunks(images, size=self.size):
-            box, others, matrix = drawn[rows].split([4, 4, self.channels**2], dim=1)
-            flip, degrees, sigma, gray_share = others.unbind(1)
-            pixels = resample(as_tensor(images[rows]), box, flip > 0, size=self.size)
-            if self.rotation:
-                pixels = rotate(pixels, degrees)
-            matrix = matrix.unflatten(1, (self.channels, self.channels))
-            pixels = recolor(pixels, matrix, gray_share, mean=self.mean, std=self.std)
-            if self.blur:
-                # Blur is a weighted mean, so it commutes with normalization.
-                pixels = blur(pixels, sigma)
-            views[rows] = pixels
+        with full_precision(views.device):
+            for rows in _chunks(images, size=self.size):
+                box, others, matrix = drawn[rows].split([4, 4, self.channels**2], dim=1)
+                flip, degrees, sigma, gray_share = others.unbind(1)
+                pixels = resample(as_tensor(images[rows]), box, flip > 0, size=self.size)
+                if self.rotation:
+                    pixels = rotate(pixels, degrees)
+                matrix = matrix.unflatten(1, (self.channels, self.channels))
+                pixels = recolor(pixels, matrix, gray_share, mean=self.mean, std=self.std)
+                if self.blur:
+                    # Blur is a weighted mean, so it commutes with normalization.
+                    pixels = blur(pixels, sigma)
+                views[rows] = pixels
         return views
 
     def _colors(self, draws: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -209,10 +211,16 @@ def center_view(
     boxes = constant((0, 0, height, width), device).expand(num_images, 4)
     upright = torch.zeros(num_images, dtype=torch.bool, device=device)
     shift, scale = (constant(tuple(each), device)[:, None, None] for each in (mean, std))
-    for rows in _chunks(images, size=size):
-        pixels = resample(as_tensor(images[rows]), boxes[rows], upright[rows], size=size)
-        views[rows] = (pixels / 255 - shift) / scale
+    with full_precision(views.device):
+        for rows in _chunks(images, size=size):
+            pixels = resample(as_tensor(images[rows]), boxes[rows], upright[rows], size=size)
+            views[rows] = (pixels / 255 - shift) / scale
     return views
+
+
+def full_precision(device: torch.device | str) -> torch.autocast:
+    """Turn autocast off, which would round the views."""
+    return torch.autocast(torch.device(device).type, enabled=False)
 
 
 def _chunks(images: Tensor | np.ndarray, *, size: int) -> Iterator[slice]:

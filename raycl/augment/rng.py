@@ -59,7 +59,7 @@ def _shift_right(bits: Tensor, count: int) -> Tensor:
 
 def _signed(value: int) -> int:
     """Wrap any integer into the range of int64."""
-    return (value + 2**63) % 2**64 - 2**63
+    return (int(value) + 2**63) % 2**64 - 2**63
 
 
 def as_integers(values: int | Tensor | np.ndarray, *, name: str) -> Tensor:

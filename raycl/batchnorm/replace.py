@@ -5,6 +5,7 @@ from typing import Literal
 from torch import nn
 
 from raycl.batchnorm.base import PLAIN, refuse_other_kinds
+from raycl.errors import ConfigError
 
 _MAX_GROUPS = 32  # Wu and He, 2018
 
@@ -27,8 +28,10 @@ def replace_batchnorm(module: nn.Module, kind: Literal["layer", "group"]) -> nn.
         The same module, or the new layer if ``module`` is a BatchNorm layer.
 
     Raises:
-        ConfigError: A layer is another kind of BatchNorm, which would lose its own behavior.
+        ConfigError: The kind is unknown, or a layer is another kind of BatchNorm, which would lose its own behavior.
     """
+    if kind not in ("layer", "group"):
+        raise ConfigError(f"unknown normalization {kind!r} in place of BatchNorm; choose layer or group")
     refuse_other_kinds(module, PLAIN, verb="replace")
     # Keyed by layer: a layer that is used twice stays one layer.
     replaced: dict[nn.Module | None, nn.Module] = {

@@ -6,6 +6,7 @@ import difflib
 import inspect
 import json
 import math
+import os
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,16 +63,30 @@ def config_from_dict(
     ``trained`` may also have settings that exclude each other. Raises ``ConfigError`` naming the key.
     """
     try:
+        text = json.dumps(values, default=_plain)
         if not (drops_inactive or trained):
-            return RunConfig.model_validate_json(json.dumps(values))
-        run = RunConfig.model_validate_json(json.dumps(values), context=TRAINED if trained else LENIENT)
+            return RunConfig.model_validate_json(text)
+        run = RunConfig.model_validate_json(text, context=TRAINED if trained else LENIENT)
     except ValidationError as error:
         raise ConfigError(_one_line(error)) from None
     except TypeError as error:
         raise ConfigError(f"the configuration contains a value that YAML cannot represent: {error}") from None
     # Repeated, since a dropped setting may be the condition of another one.
     active = active_settings(run)
-    return run if active == values else config_from_dict(active, drops_inactive=True, trained=trained)
+    return (
+        run if active == json.loads(text) else config_from_dict(active, drops_inactive=True, trained=trained)
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it: a path, numbers of numpy or torch, or settings; raises ``TypeError`` for others."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Section):
+        return value.model_dump(mode="json")
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{value!r:.80} is {type(value).__name__}; give numbers, text and lists")
 
 
 class _Loader(yaml.SafeLoader):

@@ -1,6 +1,5 @@
 """Embedding with Ray Data: tasks decode, a pool of actors runs the encoder. Small sets are embedded in this process."""
 
-import copy
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -146,8 +145,7 @@ def embedded_tables(
     """
     if ray.is_initialized():
         return fetch_tables(embed_dataset(decode_source(source, decoder), saved, gpu=gpu, network=network))
-    # The user's own module must not change.
-    embedder = Embedder(encoder if network is None else copy.deepcopy(encoder))
+    embedder = Embedder(encoder)
     embedded = []
     for table in decode_here(source.fragments, source.read, decoder):
         embedded.append(embedder(table))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from raycl.distributed import gather_detached
+from raycl.errors import ConfigError
 from raycl.losses.objective import StoreBatch
 from raycl.losses.softmax import Softmax
 from raycl.losses.tiled import LOG2_E, working_precision
@@ -56,8 +57,10 @@ def dcl(
         A scalar, float32 (float64 for float64 embeddings). It can be differentiated once.
 
     Raises:
-        ConfigError: Shapes do not match, or the temperature is not above 0.
+        ConfigError: Shapes do not match, or the temperature or sigma is not above 0.
     """
+    if sigma is not None and not sigma > 0:
+        raise ConfigError(f"sigma must be above 0, or None for DCL, got {sigma}; the paper has 0.5")
     return Dcl(temperature=temperature, sigma=sigma).checked_loss(
         (view_a, view_b),
         sample_id,

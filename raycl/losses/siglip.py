@@ -14,6 +14,7 @@ from raycl.distributed import (
     rank,
     visit_all,
 )
+from raycl.errors import ConfigError
 from raycl.losses.checks import (
     check_offset,
     check_pair,
@@ -134,6 +135,10 @@ def ring_siglip(
 
 
 def _scalar(value: float | Tensor, rows: Tensor) -> Tensor:
+    if isinstance(value, Tensor) and value.ndim:
+        raise ConfigError(
+            f"the bias must be a number or a 0-d tensor, got a tensor of shape {list(value.shape)}"
+        )
     return value.to(rows) if isinstance(value, Tensor) else rows.new_full((), value)
 
 

@@ -161,7 +161,7 @@ def softmax_of_views(
     those of ``everyone``, are not negatives. With a ring it is collective, in the forward pass only: every worker
     must scale the loss equally.
     """
-    rows = working_precision(torch.cat(list(views)))
+    rows = working_precision(_joined(views))
     temperature = checked_temperature(temperature, rows)
     gathered = None if everyone is None else everyone.views
     batch, offset = len(views[0]), 0
@@ -178,7 +178,12 @@ def softmax_of_views(
         return fused(comparison.with_themselves, rows, temperature)
     if gathered is None:
         return fused(comparison.by_ring, rows, temperature)
-    return fused(comparison.with_columns, rows, torch.cat(list(gathered)).to(rows), temperature)
+    return fused(comparison.with_columns, rows, _joined(gathered).to(rows), temperature)
+
+
+def _joined(views: Sequence[Tensor]) -> Tensor:
+    with torch.autocast(views[0].device.type, enabled=False):  # which refuses float16 on a CPU
+        return torch.cat(list(views))
 
 
 @final

@@ -4,6 +4,7 @@ An encoder of texts adds its ``tokenizer.json``. If the embeddings are the resul
 ``projection_head.safetensors`` holds the head. The folder ``key`` holds a second tower.
 """
 
+import copy
 import io
 import json
 import os
@@ -62,7 +63,7 @@ class ImageEncoder(nn.Module):
         rows = as_tensor(pixels).to(_device_of(self))
         return center_view(rows, size=self.spec.image_size, mean=self.spec.mean, std=self.spec.std)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def encode(self, images: Tensor | NDArray[Any] | Sequence[Any], *, batch_size: int = 256) -> Tensor:
         """Encode images to float32 representations [num_images, representation_dim].
 
@@ -75,11 +76,13 @@ class ImageEncoder(nn.Module):
             raise DataError(
                 f"encode takes a list of images, came {type(images).__name__}; put it into a list"
             )
+        _check_batch_size(batch_size)
+        dtype = next(self.parameters()).dtype
         parts: list[Tensor] = []
         for start in range(0, len(images), batch_size):
             some = images[start : start + batch_size]
             decoded = some if isinstance(some, Tensor | np.ndarray) else self._decode(some, start)
-            parts.append(self.network(self.prepare(decoded)).float())
+            parts.append(self.network(self.prepare(decoded).to(dtype)).float())
         return torch.cat([torch.empty(0, self.spec.representation_dim, device=_device_of(self)), *parts])
 
     def _decode(self, images: Sequence[Any], first: int) -> NDArray[np.uint8]:
@@ -119,7 +122,7 @@ class TextEncoder(nn.Module):
         rows = self.tokenizer.encode(prompted, self.spec.max_tokens)
         return torch.from_numpy(padded_rows(rows)).to(_device_of(self))
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def encode(self, texts: Sequence[str], *, batch_size: int = 256) -> Tensor:
         """Encode texts after the prompt of the side to float32 [num_texts, representation_dim].
 
@@ -127,6 +130,7 @@ class TextEncoder(nn.Module):
         """
         if isinstance(texts, str | bytes):
             raise DataError(f"encode takes a list of texts, came {type(texts).__name__}; put it into a list")
+        _check_batch_size(batch_size)
         parts = [
             self.network(self.prepare(texts[start : start + batch_size], first=start)).float()
             for start in range(0, len(texts), batch_size)
@@ -166,6 +170,8 @@ class SavedEncoder:
                 )
             check_trusted(spec.name, self.named_in, trusted, is_text=isinstance(spec, TextEncoderSpec))
             network = spec.build()
+        else:
+            network = copy.deepcopy(network)  # the weights of another run must not change it
         if spec.norm != "batch":
             network = replace_batchnorm(network, spec.norm)
         _load_weights(network, self.weights, self.uri)
@@ -248,6 +254,11 @@ def load_state(content: bytes, where: str) -> dict[str, Any]:
             f"{where} holds a {type(state).__name__} in place of a state; give one that raycl wrote"
         )
     return state
+
+
+def _check_batch_size(batch_size: int) -> None:
+    if batch_size < 1:
+        raise ConfigError(f"batch_size must be 1 or more, came {batch_size}")
 
 
 def _device_of(encoder: nn.Module) -> torch.device:

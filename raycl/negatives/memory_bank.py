@@ -289,7 +289,7 @@ def normalized(rows: np.ndarray) -> np.ndarray:
 
 
 def _generator(seed: int, number: int, purpose: int) -> np.random.Generator:
-    key = np.array([seed % 2**64, number % 2**64], np.uint64)
+    key = np.array([int(seed) % 2**64, int(number) % 2**64], np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=np.array([0, 0, 0, purpose], np.uint64)))
 
 

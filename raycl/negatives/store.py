@@ -68,6 +68,7 @@ def checked(
     Raises ``ConfigError`` if a shape or type does not fit, the lengths differ, or a value is NaN, infinite
     or too large for float16.
     """
+    _check_array("rows", rows)
     if rows.ndim != 2 or rows.shape[1] != dim:
         raise ConfigError(
             f"the rows do not fit the store: they came as {list(rows.shape)}; give a row of {dim} for each sample"
@@ -90,12 +91,20 @@ def checked(
 
 def checked_ids(sample_id: np.ndarray) -> np.ndarray:
     """Return the ids as int64 [n]; raises ``ConfigError`` unless they are integers in one dimension."""
+    _check_array("sample ids", sample_id)
     if sample_id.ndim != 1 or sample_id.dtype.kind not in "iu" or sample_id.dtype == np.uint64:
         raise ConfigError(
             f"the sample ids are not one integer for each row: they came as {sample_id.dtype} "
             f"{list(sample_id.shape)}; give int64 [n]"
         )
     return sample_id.astype(np.int64, copy=False)
+
+
+def _check_array(name: str, values: object) -> None:
+    if not isinstance(values, np.ndarray):
+        raise ConfigError(
+            f"the {name} must be a numpy array, came {type(values).__name__}; of a tensor, give .detach().cpu().numpy()"
+        )
 
 
 def named(numbers: np.ndarray) -> str:

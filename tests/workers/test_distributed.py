@@ -1,7 +1,9 @@
 """The exactness of training on several workers: gloo processes against one process."""
 
+import re
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -251,3 +253,22 @@ def test_muon_divides_its_matrices_and_keeps_the_weights_of_all_workers_equal(wo
     for other in others:
         assert all(ours.equal(expected) for ours, expected in zip(other, first, strict=True))
     assert not first[0].allclose(alone[0], rtol=1e-3)
+
+
+def _run_the_loop_of_the_guide(rank: int, num_workers: int, code: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    tower = nn.Linear(4, 3)
+    a, b = torch.randn(2, 8, 4).tensor_split(num_workers, dim=1)[rank]
+    names: dict[str, Any] = {"tower": tower, "view_a": a, "view_b": b}
+    exec(code, names)
+    gradients = [each.grad for each in tower.parameters() if each.grad is not None]
+    return [names["loss"].detach(), *gradients]
+
+
+def test_the_training_loop_of_the_guide_is_that_of_the_whole_batch() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "recipes.md").read_text()
+    (code,) = [each for each in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "info_nce(" in each]
+    (whole,) = run_workers(_run_the_loop_of_the_guide, 1, code)
+    both = run_workers(_run_the_loop_of_the_guide, 2, code)
+    for found, *expected in zip(whole, *both, strict=True):
+        torch.testing.assert_close(sum(expected) / 2, found)

@@ -1,0 +1,239 @@
+"""raycl's functions in code of the user's own: other types, autocast, closures, and values that cannot be used."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import raycl
+from raycl.augment import ImageAugmentation, two_views
+from raycl.augment.images import center_view
+from raycl.batchnorm import replace_batchnorm
+from raycl.errors import ConfigError
+from raycl.losses import clip, dcl, nt_xent, poly_view, siglip, supcon
+from raycl.models.encoder_io import ImageEncoder, save_encoder
+from raycl.models.specs import ImageEncoderSpec
+from raycl.negatives import KeyQueue, MemoryBank
+from raycl.optim import build_optimizer
+from raycl.storage import Place
+from tests.pairs import small_config, small_network
+from tests.test_saved_text import load_texts
+from tests.towers import save
+
+PIXELS = np.random.default_rng(0).integers(0, 256, (6, 12, 12, 3), np.uint8)
+IDS = np.arange(6)
+AUGMENTATION = ImageAugmentation(size=8, channels=3, mean=(0.5,) * 3, std=(0.25,) * 3, rotation=20.0)
+COLORS = {"mean": (0.5,) * 3, "std": (0.25,) * 3}
+
+
+def image_encoder() -> ImageEncoder:
+    spec = ImageEncoderSpec(
+        name="tests.pairs:small_network",
+        image_size=8,
+        stored_size=8,
+        channels=1,
+        mean=(0.5,),
+        std=(0.5,),
+        representation_dim=32,
+    )
+    return ImageEncoder(small_network(), spec).eval()
+
+
+# ---- encoders
+
+
+def test_representations_can_be_used_in_training(tmp_path: Path) -> None:
+    save(small_config("simcse"), tmp_path)
+    images = list(PIXELS[:, :8, :8, :1])
+    for rows in (load_texts(tmp_path).encode(["a", "b"]), image_encoder().encode(images)):
+        head = nn.Linear(rows.shape[1], 2)
+        head(rows).sum().backward()
+        assert head.weight.grad is not None
+        rows.div_(2)
+
+
+def test_a_batch_size_below_1_is_refused(tmp_path: Path) -> None:
+    save(small_config("simcse"), tmp_path)
+    for encode, rows in (
+        (load_texts(tmp_path).encode, ["a"]),
+        (image_encoder().encode, list(PIXELS[..., :1])),
+    ):
+        with pytest.raises(ConfigError, match="batch_size must be 1 or more, came -1"):
+            encode(rows, batch_size=-1)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_an_encoder_of_another_precision_encodes_images(dtype: torch.dtype) -> None:
+    encoder, images = image_encoder(), list(PIXELS[:, :8, :8, :1])
+    expected = encoder.encode(images)
+    found = copy.deepcopy(encoder).to(dtype).encode(images)
+    assert found.dtype == torch.float32
+    assert F.cosine_similarity(found, expected).min() > 0.999
+
+
+def test_two_runs_with_one_network_are_two_encoders(tmp_path: Path) -> None:
+    network = small_network()
+    before = copy.deepcopy(network.state_dict())
+    runs = [str(tmp_path / name) for name in ("a", "b")]
+    for run in runs:
+        save_encoder(small_network(), image_encoder().spec, Place(run))
+    a, b = (raycl.load_encoder(run, network=network) for run in runs)
+    images = list(PIXELS[:, :8, :8, :1])
+    assert not torch.equal(a.encode(images), b.encode(images))
+    assert all(torch.equal(network.state_dict()[name], value) for name, value in before.items())
+
+
+# ---- autocast
+
+
+def test_autocast_does_not_change_views() -> None:
+    def views() -> list[Tensor]:
+        drawn = two_views(PIXELS, IDS, augmentation=AUGMENTATION, seed=0, epoch=0)
+        return [*drawn, center_view(PIXELS, size=8, **COLORS)]
+
+    expected = views()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = views()
+    for each, other in zip(found, expected, strict=True):
+        assert torch.equal(each, other)
+
+
+def test_losses_of_views_take_half_precision_under_autocast() -> None:
+    views = F.normalize(torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(0)), dim=2).half()
+    labels = torch.arange(6) % 3
+    losses: list[Any] = [
+        lambda: nt_xent(*views[:2], temperature=0.5),
+        lambda: dcl(*views[:2], temperature=0.5),
+        lambda: dcl(*views[:2], temperature=0.5, sigma=0.5),
+        lambda: poly_view(list(views), temperature=0.5),
+        lambda: supcon(*views[:2], label=labels, temperature=0.5),
+        lambda: clip(*views[:2], temperature=0.5),
+    ]
+    for loss in losses:
+        expected = loss()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(loss(), expected)
+
+
+# ---- optimizers and layers
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "muon"])
+def test_an_optimizer_evaluates_a_closure(name: Any) -> None:
+    def trained(*, by_closure: bool) -> tuple[Tensor, Any]:
+        torch.manual_seed(0)
+        network = nn.Linear(4, 3)
+        optimizer = build_optimizer(name, network)
+        optimizer.param_groups[0]["lr"] = 0.1
+
+        def loss_of() -> Any:
+            optimizer.zero_grad()
+            loss = network(torch.ones(2, 4)).square().sum()
+            loss.backward()
+            return loss
+
+        if by_closure:
+            loss = optimizer.step(loss_of)
+        else:
+            loss = loss_of()
+            optimizer.step()
+        return network.weight.detach().clone(), loss
+
+    found, expected = trained(by_closure=True), trained(by_closure=False)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+
+
+def test_unknown_names_are_refused() -> None:
+    name: Any = "adam"
+    with pytest.raises(ConfigError, match="unknown optimizer 'adam'; there are sgd, adamw, lars, muon"):
+        build_optimizer(name, nn.Linear(2, 2))
+    name = "instance"
+    with pytest.raises(ConfigError, match="unknown normalization 'instance'.*; choose layer or group"):
+        replace_batchnorm(nn.BatchNorm1d(4), name)
+
+
+# ---- losses
+
+
+def test_scalars_of_losses_are_checked() -> None:
+    rows = torch.eye(4)
+    for bias in (torch.zeros(1), torch.zeros(4)):
+        with pytest.raises(ConfigError, match="the bias must be a number or a 0-d tensor"):
+            siglip(rows, rows, temperature=0.1, bias=bias)
+    with pytest.raises(ConfigError, match="the temperature must be above 0, got nan"):
+        nt_xent(rows, rows, temperature=float("nan"))
+    for sigma in (0.0, -1.0, float("nan")):
+        with pytest.raises(ConfigError, match="sigma must be above 0, or None for DCL"):
+            dcl(rows, rows, temperature=0.1, sigma=sigma)
+
+
+# ---- numbers of numpy, tensors and paths
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    def views(seed: Any, view: Any) -> Tensor:
+        return AUGMENTATION(PIXELS, IDS, seed=seed, epoch=0, view=view)
+
+    assert torch.equal(views(np.int64(7), np.int64(1)), views(7, 1))
+    bank = MemoryBank(np.arange(9), 4, seed=0)
+    number: Any = np.int64(3)
+    drawn, expected = bank.draw(number, step=number), bank.draw(3, step=3)
+    assert np.array_equal(drawn, expected)
+
+
+def test_settings_take_numbers_of_numpy_and_paths() -> None:
+    config = raycl.recipe("simcse")
+    found = raycl.override(
+        config,
+        {
+            "stages.0.batch_size": np.int64(32),
+            "stages.0.temperature": torch.tensor(0.5),
+            "text.tokenizer": Path("folder/tokenizer.json"),
+        },
+    )
+    assert (found.stages[0].batch_size, found.stages[0].temperature) == (32, 0.5)
+    assert found.text.tokenizer == "folder/tokenizer.json"
+    with pytest.raises(ConfigError, match=r"<object object at .*> is object; give numbers, text and lists"):
+        raycl.override(config, {"stages.0.batch_size": object()})
+
+
+def test_stores_name_a_tensor_in_place_of_an_array() -> None:
+    rows: Any = torch.randn(2, 3)
+    with pytest.raises(ConfigError, match=r"the rows must be a numpy array, came Tensor.*\.numpy\(\)"):
+        KeyQueue(6, 3).push(rows, np.arange(2), 0)
+    ids: Any = torch.arange(2)
+    with pytest.raises(ConfigError, match="the sample ids must be a numpy array, came Tensor"):
+        MemoryBank(np.arange(9), 3, seed=0).update(ids, np.ones((2, 3), np.float32), 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"encoder": nn.Linear},
+            "encoder must be a torch.nn.Module, came <class .*Linear'>; pass the module",
+        ),
+        ({"encoder": "resnet18"}, "encoder must be a torch.nn.Module, came 'resnet18'; .* settings="),
+        ({"output": None}, "output must be an address, came NoneType"),
+        ({"data": (each for each in ["a"])}, "data must be an address, came generator"),
+        (
+            {"data": None, "dataset": pd.DataFrame({"a": [1]})},
+            "dataset must be a Ray Dataset, came DataFrame",
+        ),
+        ({"data": None, "dataset": [{"image": b""}]}, "dataset must be a Ray Dataset, came dict"),
+    ],
+)
+def test_a_run_refuses_arguments_of_other_types(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    arguments: dict[str, Any] = {"data": "images", "output": tmp_path / "run"} | changes
+    with pytest.raises(ConfigError, match=message):
+        raycl.train("simclr", **arguments)
+    assert not (tmp_path / "run").exists()
