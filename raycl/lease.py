@@ -211,7 +211,7 @@ def writing(output: Place, *, is_file: bool = False) -> Iterator[Lease]:
         ConfigError: Another process is writing there.
         StorageError: The output is not writable.
     """
-    folder, prefix = (output.beside(""), f".{output.name}{_CLAIM}") if is_file else (output, _CLAIM)
+    folder, prefix = (output.parent, f".{output.name}{_CLAIM}") if is_file else (output, _CLAIM)
     lease = Lease(output, folder, prefix, f"{prefix}{uuid.uuid4().hex}", Writer.here())
     with lease.taken():
         yield lease

@@ -138,7 +138,7 @@ def run_name(output: Place) -> str:
     if output.name != "run":
         return output.name
     with contextlib.suppress(StorageError):  # a whole bucket has no parent
-        return f"{output.beside('').name}/run"
+        return f"{output.parent.name}/run"
     return output.name
 
 

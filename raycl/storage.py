@@ -139,16 +139,16 @@ class Place:
         endings = tuple(underscored)
         return sorted((path, size) for path, size in below if not _is_hidden(path, endings))
 
-    def beside(self, name: str) -> "Place":
-        """Return the address ``name`` in the parent folder, or that folder if ``name`` is empty."""
+    @property
+    def parent(self) -> "Place":
+        """The folder of this address."""
         if self.path:
-            folder = posixpath.dirname(self.path)
-            return Place(self.root, "/".join(filter(None, (folder, name))))
+            return Place(self.root, posixpath.dirname(self.path))
         address, options = self._split()
         folder = posixpath.dirname(absolute(address).rstrip("/"))
         if folder.endswith(":"):
             raise StorageError(f"{self} is a bucket, not a file; give s3://bucket/path")
-        return Place(folder + options, name)
+        return Place(folder + options)
 
     def entries(self) -> dict[str, fs.FileInfo]:
         """Return the files and folders directly below, by name."""

@@ -91,7 +91,7 @@ def open_iceberg(file: Place, columns: ColumnNames) -> IcebergTable:
 
     Raises ``DataError`` for a table whose parquet files alone would be read wrongly.
     """
-    place = file.beside("").beside("")
+    place = file.parent.parent
     with _reading(file):
         metadata = _pyiceberg("serializers", file).FromInputFile.table_metadata(_Input(file))
         folder, snapshot = _Folder(place, metadata.location), metadata.current_snapshot()

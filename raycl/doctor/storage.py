@@ -41,7 +41,7 @@ def check_storage(output: str, nodes: Sequence[Node]) -> CheckResult:
 def _folder_of(place: Place) -> Place:
     """Return the folder or prefix that an output lies in; a bucket is its own."""
     try:
-        return place.beside("")
+        return place.parent
     except StorageError:
         return place
 

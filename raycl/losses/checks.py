@@ -69,9 +69,9 @@ def checked_weight(weight: Tensor | None, rows: Tensor) -> Tensor | None:
     return None if weight is None else weight.detach().to(torch.promote_types(rows.dtype, torch.float32))
 
 
-def check_companion(name: str, value: Tensor | None, needed: str, companion: Tensor | None) -> None:
-    """Raise if a tensor is given without the tensor that it requires."""
-    if value is not None and companion is None:
+def check_without(name: str, value: Tensor | None, needed: str) -> None:
+    """Raise if a tensor is given where the tensor that it requires is not."""
+    if value is not None:
         raise ConfigError(f"{name} requires {needed}, got only {list(value.shape)} values; pass both")
 
 
@@ -158,7 +158,7 @@ def checked_pair_ids(
         check_offset(own.start, local_batch, local_batch if batch is None else batch)
     queries, keys = (_checked_side(name, *ids, local_batch, batch) for name, ids in sides)
     if num_negatives is None:
-        check_companion("negative_id", negative_id, "negatives", None)
+        check_without("negative_id", negative_id, "negatives")
     else:
         name, ids = sides[1]
         checked_ids((name, ids[0]), ("negative_id", negative_id), num_negatives)
@@ -181,7 +181,7 @@ def _checked_side(
             "pass one id per row"
         )
     if batch is None:
-        check_companion(f"gathered_{name}", gathered, "gathered_key", None)
+        check_without(f"gathered_{name}", gathered, "gathered_key")
         return own
     ids = checked_ids((name, own), (f"gathered_{name}", gathered), batch)
     return None if ids is None else ids[1]

@@ -150,7 +150,7 @@ def check_certificate(file: str, run: str | None = None) -> Certificate:
     checks = [checked("certificate", lambda: _check_unchanged(place, found, values))]
     if not checks[0].passed:
         return Certificate(**_known(values) | {"checks": checks, "recomputed": [], "proves": ""})
-    output = absolute(run) if run is not None else place.beside("").uri
+    output = absolute(run) if run is not None else place.parent.uri
     record = read_record(output)
     history = ChainedHistory(record)
     checks += [checked("same run", lambda: _check_same(record.output, values)), *history.checks()]

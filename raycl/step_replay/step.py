@@ -24,7 +24,7 @@ from raycl.step_replay.softmax import (
 from raycl.storage import Place
 from raycl.training.process import prepared_process
 
-NUM_SHOWN = 4  # queries in a terminal
+NUM_SHOWN, NUM_ON_PAGE = 4, 24  # queries in a terminal, and on the page
 _NOTABLE = 1e-3  # relative difference of losses: sums in another order differ by less
 _MAX_CHARACTERS = 45  # of a text in a terminal
 
@@ -148,10 +148,27 @@ class ReplayedStep(Displayable):
         )
 
     def write_html(self, place: Place) -> None:
-        """Write the page of the step."""
-        from raycl.step_replay.page import render_step
+        """Write the page of the step: one file that loads nothing from elsewhere."""
+        from raycl.report.render import render_template
 
-        place.write_text(render_step(self))
+        logged = "not logged" if self.logged_loss is None else f"logged {self.logged_loss:.6g}"
+        if self.relative_difference is not None:
+            logged += f", differs by {self.relative_difference:.1e}"
+        largest = f"{self.queries[0].loss:.4g}"
+        page = render_template(
+            "replay.html.jinja",
+            command="replay",
+            title=f"step {self.step:,} of {self.run}",
+            found=self,
+            headline=[
+                ("loss", f"{self.loss:.6g}", logged),
+                ("largest loss of a query", largest, f"of {len(self.queries):,} queries"),
+                ("temperature", f"{self.temperature:.4g}", self.objective),
+                ("learning rate", f"{self.learning_rate:.4g}", f"epoch {self.epoch}, stage {self.stage}"),
+            ],
+            queries=self.queries[:NUM_ON_PAGE],
+        )
+        place.write_text(page)
 
 
 def replay(
