@@ -135,7 +135,8 @@ class Place:
                 below = list(_files_below(root, "", (Path(root).resolve(),)))
             else:
                 found = filesystem.get_file_info(fs.FileSelector(root, recursive=True))
-                below = [(posixpath.relpath(info.path, root), info.size) for info in found if info.is_file]
+                start = len(root.rstrip("/")) + 1  # a hundred times as fast as posixpath.relpath
+                below = [(info.path[start:], info.size) for info in found if info.is_file]
         endings = tuple(underscored)
         return sorted((path, size) for path, size in below if not _is_hidden(path, endings))
 

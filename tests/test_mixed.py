@@ -14,6 +14,7 @@ import pytest
 
 import raycl
 from raycl.config import RunConfig
+from raycl.data.columns import ColumnNames
 from raycl.data.in_memory import Batch, InMemoryDataset
 from raycl.data.mixed import MixedSampler, batch_counts
 from raycl.data.sampler import BatchShard, InMemorySampler
@@ -350,3 +351,28 @@ def test_rows_with_labels_are_found_by_their_labels_and_not_by_ids_that_data_set
     tables = [pa.table({"sample_id": [0, 1, 2], "label": labels}) for labels in ([4, -1, 5], [-1, 6, -1])]
     rows = InMemoryDataset(tables, {}).labeled()
     assert (rows.sample_id.tolist(), rows.label.tolist()) == ([0, 1, 2], [4, 6, 5])
+
+
+def test_a_run_resumes_only_with_the_files_that_give_its_rows_their_ids(tmp_path: Path) -> None:
+    def described(folder: str, columns: ColumnNames | None = None) -> dict[str, Any]:
+        source = find_source(folder, columns)
+        files = [source.files_fingerprint]
+        return describe_data([folder], [source.num_rows], source.classes, streamed=False, files=files)
+
+    first, copied, other = (
+        folder_of(tmp_path / name, "cat", "dog", last)
+        for name, last in (("a", "fox"), ("b", "fox"), ("c", "ant"))
+    )
+    (tmp_path / "data.json").write_text(json.dumps(described(first)))
+    check_same_data(Place(str(tmp_path)), described(copied))
+    with pytest.raises(ConfigError, match="c are others than those that the run began with.*; restore them"):
+        check_same_data(Place(str(tmp_path)), described(other))
+    for name, order in (("d", "ab"), ("e", "ba")):  # with ids of their own, rows may be in any file
+        (tmp_path / name).mkdir()
+        for number, part in enumerate(order):
+            table = pa.table({"image": [part.encode()], "id": [ord(part)]})
+            pq.write_table(table, tmp_path / name / f"{number}{part}.parquet")
+    with_ids = [described(str(tmp_path / name), ColumnNames(sample_id="id")) for name in ("d", "e")]
+    assert "files" not in with_ids[0]
+    (tmp_path / "data.json").write_text(json.dumps(with_ids[0]))
+    check_same_data(Place(str(tmp_path)), with_ids[1])

@@ -26,7 +26,7 @@ def names_of_integers(schema: pa.Schema, column: str) -> tuple[str, ...] | None:
         return None
 
 
-def class_names(columns: Iterable[pa.ChunkedArray]) -> tuple[str, ...]:
+def class_names(columns: Iterable[pa.ChunkedArray | pa.Array]) -> tuple[str, ...]:
     """Return the sorted class names of all columns; a label's number is its index among them."""
     names = {
         str(name) for column in columns for name in distinct_labels(column).to_pylist() if name is not None
@@ -34,7 +34,7 @@ def class_names(columns: Iterable[pa.ChunkedArray]) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def distinct_labels(column: pa.ChunkedArray) -> pa.Array:
+def distinct_labels(column: pa.ChunkedArray | pa.Array) -> pa.Array:
     """Return the distinct values of a column, with a missing one if there is any."""
     if pa.types.is_string_view(column.type):  # Arrow would return a missing text as an empty one
         column = column.cast(pa.large_string())

@@ -1,12 +1,13 @@
 """Sources: the files at an address, cut into fragments that Ray tasks read."""
 
+import hashlib
 import json
 import os
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import numpy as np
@@ -21,7 +22,14 @@ from raycl.data.iceberg_tables import METADATA, find_metadata, open_iceberg
 from raycl.data.ids import content_ids, stable_ids
 from raycl.data.images import EXTENSIONS, is_image_struct, read_image, struct_images
 from raycl.data.json_tables import JsonTables
-from raycl.data.labels import NO_LABEL, are_numbers, class_names, label_numbers, names_of_integers
+from raycl.data.labels import (
+    NO_LABEL,
+    are_numbers,
+    class_names,
+    distinct_labels,
+    label_numbers,
+    names_of_integers,
+)
 from raycl.data.lance_tables import LanceTables, is_lance, lance_fragments
 from raycl.data.parquet_tables import ParquetTables
 from raycl.data.patterns import expand, folder_of, is_pattern
@@ -79,7 +87,7 @@ class Fragment:
 
     def to_json(self) -> str:
         """Return the fragment as text, for a column of a Ray Dataset."""
-        return json.dumps(asdict(self))
+        return json.dumps(vars(self))
 
     @staticmethod
     def from_json(text: str) -> "Fragment":
@@ -143,6 +151,16 @@ class Source:
     ignored_label: str = ""
     types: pa.Schema | None = None
     label_names: tuple[str, ...] | None = None
+
+    @property
+    def files_fingerprint(self) -> str | None:
+        """A hash of the files below the address and their numbers of rows, which rows without ids of their own depend on."""
+        if self.columns.sample_id is not None:
+            return None
+        files = hashlib.sha256()
+        for each in self.fragments:
+            files.update(json.dumps([each.file, each.start, each.stop, each.paths]).encode())
+        return files.hexdigest()
 
     @property
     def num_rows(self) -> int:
@@ -462,7 +480,11 @@ def _table_source(
         if are_numbers(first) and not any(map(pa.types.is_floating, kinds)):
             names = names_of_integers(found[0][2].schema, columns.label)
         else:
-            classes = class_names([reader.column(place, columns.label, types) for place in places])
+            label = columns.label
+            with ThreadPoolExecutor(8) as pool:
+                classes = class_names(
+                    pool.map(lambda place: distinct_labels(reader.column(place, label, types)), places)
+                )
     return Source(
         uri=uri,
         kind=kind or reader.name,

@@ -165,6 +165,7 @@ def train_validated(
             data.classes,
             streamed=data.streamed,
             label_names=names.pop() if len(names) == 1 else None,
+            files=[source.files_fingerprint for source in run.sources],
         )
         _check_data(run, data, described)
         check_cluster(config, streamed=data.streamed, report=report)

@@ -380,6 +380,11 @@ def check_same_data(output: Place, now: dict[str, Any]) -> None:
             f"the run began with {before['num_rows']} rows ({before['data'] or 'a dataset'}), and --resume got "
             f"{now['num_rows']} ({now['data'] or 'a dataset'}); give the same data, or another --output"
         )
+    if "files" in before and "files" in now and before["files"] != now["files"]:
+        raise ConfigError(
+            f"the files in {now['data']} are others than those that the run began with, so that their rows would have "
+            "other ids; restore them, or give another --output"
+        )
     if before["streamed"] != now["streamed"]:
         raise ConfigError(
             f"the data were {_kept(before)} and would be {_kept(now)} on this cluster, in another order; "
@@ -404,17 +409,19 @@ def describe_data(
     *,
     streamed: bool,
     label_names: Sequence[str] | None = None,
+    files: Sequence[str | None] = (),
 ) -> dict[str, Any]:
     """Return the content of ``data.json``, which a resumed run is compared with.
 
     ``rows`` are the numbers of rows of each data set, and ``data`` their addresses, if they have any. ``label_names``
-    are those of integers, for display.
+    are those of integers, for display. ``files`` are the fingerprints of the files, of sources alone.
     """
     return {
         "data": None if not data else data[0] if len(data) == 1 else list(data),
         "num_rows": sum(rows),
         **({"rows_per_data_set": list(rows)} if len(rows) > 1 else {}),
         "streamed": streamed,
+        **({"files": list(files)} if any(files) else {}),
         "classes": classes,
         **({"label_names": list(label_names)} if label_names else {}),
     }
