@@ -20,6 +20,7 @@ Notices = Callable[[], list[str]]
 POLL_S = 0.5
 LINE_EVERY_S = 15.0
 PACE_OVER_S = 10.0
+WAITING_S = 90.0  # a group of workers starts in less
 
 
 @final
@@ -158,9 +159,21 @@ def steps_made(coordinator: Any) -> Reading:
     return read
 
 
-def notices_of(coordinator: Any) -> Notices:
-    """Return a reader of the notices for the user."""
-    return lambda: _call(coordinator.notices) or []
+def notices_of(coordinator: Any, *, when_waiting: str) -> Notices:
+    """Return a reader of the notices for the user, among them ``when_waiting`` whenever no worker answers for 90 s."""
+    began, told = time.monotonic(), False
+
+    def read() -> list[str]:
+        nonlocal told
+        age = _call(coordinator.seconds_since_heartbeat)
+        if age is not None:
+            waits = min(age, time.monotonic() - began) > WAITING_S
+            if waits and not told:
+                _call(coordinator.add_notice, when_waiting)
+            told = waits
+        return _call(coordinator.notices) or []
+
+    return read
 
 
 def _describe(seen: dict[str, Any], pace: float | None) -> str:
@@ -175,12 +188,13 @@ def _describe(seen: dict[str, Any], pace: float | None) -> str:
     return "  ".join(parts)
 
 
-def _call(method: Any) -> Any:
+def _call(method: Any, *arguments: Any) -> Any:
     """Call the coordinator, an actor or an object of this process.
 
     Returns None on failure, since the progress line must not end a run.
     """
     try:
-        return ray.get(method.remote(), timeout=5.0) if hasattr(method, "remote") else method()
+        is_actor = hasattr(method, "remote")
+        return ray.get(method.remote(*arguments), timeout=5.0) if is_actor else method(*arguments)
     except Exception:
         return None

@@ -49,7 +49,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
     for name in ("_open_pool", "ProgressLine"):
         monkeypatch.setattr(driver, name, nothing)
     for name in ("notices_of", "steps_made", "remove_leaked_placement_groups"):
-        monkeypatch.setattr(driver, name, lambda *_: None)
+        monkeypatch.setattr(driver, name, lambda *_, **__: None)
     monkeypatch.setattr(driver, "_failure", lambda job, text, started: None)
 
     def start(*groups: Callable[[], Any]) -> list[str]:

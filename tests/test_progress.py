@@ -1,10 +1,11 @@
-"""The throughput on the progress line."""
+"""The throughput on the progress line, and the notice of a run that waits."""
 
 from typing import Any
 
 import pytest
 
 from raycl import progress
+from raycl.training.coordinator import RunCoordinator
 
 
 @pytest.fixture
@@ -60,3 +61,21 @@ def test_the_pace_counts_views_if_a_sample_has_more_than_two(at: Any) -> None:
     at(0, 0, num_views=6)
     assert at(1, 1_000, num_views=6) == "1,000 samples/s  6,000 views/s"
     assert at(2, 2_000, num_views=2) == "1,000 samples/s"
+
+
+@pytest.mark.parametrize(
+    ("looks", "expected"),
+    [
+        ([(80, 80), (95, 200), (97, 200), (98, 1), (300, 100)], [0, 1, 1, 1, 2]),
+        ([(60, 600)], [0]),  # reading the data took longer
+    ],
+)
+def test_a_run_without_workers_says_once_that_it_waits(
+    looks: list[tuple[float, float]], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, age, coordinator = [0.0], [0.0], RunCoordinator()
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(coordinator, "seconds_since_heartbeat", lambda: age[0])
+    read = progress.notices_of(coordinator, when_waiting="waits")
+    for (now[0], age[0]), number in zip(looks, expected, strict=True):
+        assert read() == ["waits"] * number

@@ -22,7 +22,7 @@ from raycl.config import RunConfig
 from raycl.config.schema import PoolConfig
 from raycl.errors import DataError, RunError, ShardAwayError, StoppedError, StorageError, last_line
 from raycl.gpus import accelerators, check_accelerator, check_bfloat16
-from raycl.progress import ProgressLine, notices_of, steps_made
+from raycl.progress import WAITING_S, ProgressLine, notices_of, steps_made
 from raycl.ray_runtime import check_resources, cpus_for_a_worker, crowding, find_raycl_error
 from raycl.records import (
     CHECKPOINTS,
@@ -69,7 +69,8 @@ def train_in_groups(
     workers, num_failures, started = job.workers_at(0), 0, time.time()
     job = replace(job, began=started - wall_seconds(job.output))
     saved = set[str]()  # the names of all checkpoints so far
-    notices = notices_of(job.coordinator)
+    waiting = f"no worker has answered for {WAITING_S:.0f} s: Ray waits for room for {workers[0]} worker(s); see `ray status`"
+    notices = notices_of(job.coordinator, when_waiting=waiting)
     with (
         _open_pool(job) as pool,
         ProgressLine("training", steps_made(job.coordinator), notices=notices, quiet=quiet),
