@@ -7,11 +7,10 @@ when it is needed.
 """
 
 import contextlib
-import importlib
 import random
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -41,12 +40,20 @@ def importing(function: str) -> dict[str, str]:
 
 def import_worker() -> None:
     """Import the modules of a training worker, unless this process gets an actor at once."""
-    _import_if_idle("raycl.training.loop")
+
+    def load() -> None:
+        import raycl.training.loop  # noqa: F401
+
+    _run_if_idle(load)
 
 
 def import_controller() -> None:
     """Import the modules of Ray Train's controller, unless this process gets an actor at once."""
-    _import_if_idle("raycl.training.controller")
+
+    def load() -> None:
+        import raycl.training.controller  # noqa: F401
+
+    _run_if_idle(load)
 
 
 def stand_by(number: int = 1, *, began: float) -> None:
@@ -122,12 +129,12 @@ def _delay(began: float) -> float:
     return max(_DELAY_S, began + _MIN_RUN_S - time.time())
 
 
-def _import_if_idle(module: str) -> None:
+def _run_if_idle(load: Callable[[], None]) -> None:
     def run() -> None:
         # Ray started this process for an actor, which imports its modules itself, or for later.
         time.sleep(_IDLE_S)
         if worker.global_worker.actor_id.is_nil():
             with contextlib.suppress(Exception):  # an actor that needs the modules reports the error
-                importlib.import_module(module)
+                load()
 
     threading.Thread(target=run, name="raycl-standby", daemon=True).start()
