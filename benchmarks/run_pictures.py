@@ -60,9 +60,11 @@ def explorer(run: str) -> Iterator[str]:
         [sys.executable, "-m", "raycl", "explore", run], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
-    yield process.stdout.readline().split()[-1]
-    process.send_signal(signal.SIGINT)
-    process.communicate()
+    try:
+        yield process.stdout.readline().split()[-1]
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate()
 
 
 def shot(browser: Any, url: str, width: int, height: int, scheme: Any, *, begin: str) -> Image.Image:

@@ -65,9 +65,9 @@ def train(
     """
     if (data is None) == (dataset is None):
         raise ConfigError("give exactly one of data (an address) and dataset (a Ray Dataset)")
-    datasets = _listed(dataset)
-    _check_types(output, _listed(data), datasets, encoder)
-    uris = list(map(str, _listed(data)))
+    datasets, addresses = _listed(dataset), _listed(data)
+    _check_types(output, addresses, datasets, encoder)
+    uris = list(map(str, addresses))
     if not (uris or datasets):
         raise ConfigError("the list of data sets is empty; give at least one")
     flags = run_flags(workers=workers, gpu=gpu, epochs=epochs, steps=steps, batch_size=batch_size, seed=seed)
@@ -192,9 +192,9 @@ def _listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
 
 
-def _check_types(output: object, uris: list[Any], datasets: list[Any], encoder: object) -> None:
+def _check_types(output: object, addresses: list[Any], datasets: list[Any], encoder: object) -> None:
     """Raise ``ConfigError`` for values that a run would only refuse after its start."""
-    for name, value in (("output", output), *(("data", each) for each in uris)):
+    for name, value in (("output", output), *(("data", each) for each in addresses)):
         if not isinstance(value, str | os.PathLike):
             raise ConfigError(f"{name} must be an address, came {type(value).__name__}; give text or a path")
     if datasets:

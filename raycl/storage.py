@@ -135,7 +135,7 @@ class Place:
                 below = list(_files_below(root, "", (Path(root).resolve(),)))
             else:
                 found = filesystem.get_file_info(fs.FileSelector(root, recursive=True))
-                start = len(root.rstrip("/")) + 1  # a hundred times as fast as posixpath.relpath
+                start = len(root.rstrip("/")) + 1  # posixpath.relpath is slow for millions of files
                 below = [(info.path[start:], info.size) for info in found if info.is_file]
         endings = tuple(underscored)
         return sorted((path, size) for path, size in below if not _is_hidden(path, endings))

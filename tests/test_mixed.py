@@ -365,7 +365,9 @@ def test_a_run_resumes_only_with_the_files_that_give_its_rows_their_ids(tmp_path
     )
     (tmp_path / "data.json").write_text(json.dumps(described(first)))
     check_same_data(Place(str(tmp_path)), described(copied))
-    with pytest.raises(ConfigError, match="c are others than those that the run began with.*; restore them"):
+    with pytest.raises(
+        ConfigError, match="c differ from the files that the run began with.*; restore the files"
+    ):
         check_same_data(Place(str(tmp_path)), described(other))
     for name, order in (("d", "ab"), ("e", "ba")):  # with ids of their own, rows may be in any file
         (tmp_path / name).mkdir()

@@ -169,6 +169,9 @@ def test_scalars_of_losses_are_checked() -> None:
             siglip(rows, rows, temperature=0.1, bias=bias)
     with pytest.raises(ConfigError, match="the temperature must be above 0, got nan"):
         nt_xent(rows, rows, temperature=float("nan"))
+    # A learned temperature of a run that diverges: the run reports the loss.
+    for loss in (nt_xent, clip):
+        assert loss(rows, rows, temperature=torch.tensor(float("nan"))).isnan()
     for sigma in (0.0, -1.0, float("nan")):
         with pytest.raises(ConfigError, match="sigma must be above 0, or None for DCL"):
             dcl(rows, rows, temperature=0.1, sigma=sigma)

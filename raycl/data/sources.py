@@ -157,10 +157,11 @@ class Source:
         """A hash of the files below the address and their numbers of rows, which rows without ids of their own depend on."""
         if self.columns.sample_id is not None:
             return None
-        files = hashlib.sha256()
+        num_rows, paths = Counter[str](), hashlib.sha256()
         for each in self.fragments:
-            files.update(json.dumps([each.file, each.start, each.stop, each.paths]).encode())
-        return files.hexdigest()
+            num_rows[each.file] += each.num_rows
+            paths.update(json.dumps(each.paths).encode())
+        return hashlib.sha256(json.dumps([*num_rows.items(), paths.hexdigest()]).encode()).hexdigest()
 
     @property
     def num_rows(self) -> int:

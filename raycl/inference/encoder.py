@@ -23,7 +23,7 @@ def load_encoder(
     An unfinished run gives the encoder of its last checkpoint; stderr reports which. ``side`` selects one
     of two towers: ``query`` (or images), or ``key`` (documents or captions), which may share one encoder.
     Their projection heads are included. ``network`` is needed for an encoder that was passed to
-    ``raycl.train`` as a module, which cannot be built from a name. A name such as
+    ``raycl.train`` as a module, which cannot be built from a name; the weights are loaded into a copy of it. A name such as
     ``package.module:function`` is code to import and call with arguments from the same file: its package
     must be in ``trusted``, which defaults to RAYCL_TRUSTED.
 

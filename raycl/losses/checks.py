@@ -1,5 +1,7 @@
 """Validation of the inputs of losses; errors name the problem, the value and the remedy."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -10,9 +12,12 @@ from raycl.losses.tiled import check_temperature
 def checked_temperature(temperature: float | Tensor, rows: Tensor) -> Tensor:
     """Return the temperature as a 0-d tensor with the dtype and device of the rows.
 
-    The value of a tensor is checked later, together with the other reads from its device.
+    The value of a tensor is checked later, together with the other reads from its device; NaN passes there, since a
+    run reports the loss of NaN.
     """
     if not isinstance(temperature, Tensor):
+        if math.isnan(temperature):
+            raise ConfigError("the temperature must be above 0, got nan")
         check_temperature(temperature)
         return rows.new_full((), temperature)  # copying a number to the device would block the host
     if temperature.ndim != 0:
@@ -69,7 +74,7 @@ def checked_weight(weight: Tensor | None, rows: Tensor) -> Tensor | None:
     return None if weight is None else weight.detach().to(torch.promote_types(rows.dtype, torch.float32))
 
 
-def check_without(name: str, value: Tensor | None, needed: str) -> None:
+def check_not_given(name: str, value: Tensor | None, needed: str) -> None:
     """Raise if a tensor is given where the tensor that it requires is not."""
     if value is not None:
         raise ConfigError(f"{name} requires {needed}, got only {list(value.shape)} values; pass both")
@@ -158,7 +163,7 @@ def checked_pair_ids(
         check_offset(own.start, local_batch, local_batch if batch is None else batch)
     queries, keys = (_checked_side(name, *ids, local_batch, batch) for name, ids in sides)
     if num_negatives is None:
-        check_without("negative_id", negative_id, "negatives")
+        check_not_given("negative_id", negative_id, "negatives")
     else:
         name, ids = sides[1]
         checked_ids((name, ids[0]), ("negative_id", negative_id), num_negatives)
@@ -181,7 +186,7 @@ def _checked_side(
             "pass one id per row"
         )
     if batch is None:
-        check_without(f"gathered_{name}", gathered, "gathered_key")
+        check_not_given(f"gathered_{name}", gathered, "gathered_key")
         return own
     ids = checked_ids((name, own), (f"gathered_{name}", gathered), batch)
     return None if ids is None else ids[1]

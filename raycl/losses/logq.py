@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from raycl.errors import ConfigError
-from raycl.losses.checks import check_without
+from raycl.losses.checks import check_not_given
 from raycl.losses.false_negatives import FalseNegativeMask
 from raycl.losses.softmax import RowLoss, Softmax
 from raycl.losses.tiled import LOG2_E
@@ -57,9 +57,9 @@ def checked_log_frequency(
     """Return the log frequencies of all keys and of the negatives, or None if none are given."""
     names = ("key_log_frequency", "gathered_key_log_frequency", "negative_log_frequency")
     if batch is None:
-        check_without(names[1], gathered, "gathered_key")
+        check_not_given(names[1], gathered, "gathered_key")
     if num_negatives is None:
-        check_without(names[2], of_negatives, "negatives")
+        check_not_given(names[2], of_negatives, "negatives")
     expected = (local_batch, batch, num_negatives)
     given = [
         (name, each, size)

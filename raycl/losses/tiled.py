@@ -111,7 +111,7 @@ def read_bound(
 
 def check_temperature(temperature: float) -> None:
     """Raise unless the temperature is above 0."""
-    if not temperature > 0:  # NaN is not below 0
+    if temperature <= 0:
         raise ConfigError(
             f"the temperature must be above 0, got {temperature:g}; "
             "usual values are between 0.01 and 1 (if learned, learn its logarithm)"

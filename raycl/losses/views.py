@@ -15,10 +15,10 @@ from torch import Tensor
 
 from raycl.distributed import exceeds_gather_limit, gather, gather_detached, num_workers, rank
 from raycl.losses.checks import (
+    check_not_given,
     check_offset,
     check_pair,
     check_sample_id,
-    check_without,
     checked_gathered,
     checked_ids,
     checked_temperature,
@@ -336,7 +336,7 @@ class ViewsObjective(ABC):
         weight = checked_weight(weight, views[0])
         name = f"gathered_{self.id_name}"
         if all(each is None for each in gathered.values()):
-            check_without(name, gathered_ids, next(iter(gathered)))
+            check_not_given(name, gathered_ids, next(iter(gathered)))
             check_offset(offset, len(views[0]), len(views[0]))
             return self.loss(views, ids, None, weight)
         sides = zip(views, gathered.values(), strict=True)

@@ -70,7 +70,8 @@ class ImageEncoder(nn.Module):
         ``images`` are uint8 [num_images, height, width, channels], or a list that may mix paths (local or
         ``s3://``), encoded bytes, Pillow images, and uint8 arrays [height, width, channels] or
         [height, width]. A list is decoded as ``raycl embed`` does. ``batch_size`` images are encoded at a time.
-        Raises ``DataError`` for an image that cannot be used, and ``ConfigError`` for an array of a wrong type or shape.
+        Raises ``DataError`` for an image that cannot be used, and ``ConfigError`` for an array of a wrong type or shape, or
+        a ``batch_size`` below 1.
         """
         if isinstance(images, str | bytes | os.PathLike | Image.Image):
             raise DataError(
@@ -126,7 +127,7 @@ class TextEncoder(nn.Module):
     def encode(self, texts: Sequence[str], *, batch_size: int = 256) -> Tensor:
         """Encode texts after the prompt of the side to float32 [num_texts, representation_dim].
 
-        Raises ``DataError`` for a text that cannot be used.
+        Raises ``DataError`` for a text that cannot be used, and ``ConfigError`` for a ``batch_size`` below 1.
         """
         if isinstance(texts, str | bytes):
             raise DataError(f"encode takes a list of texts, came {type(texts).__name__}; put it into a list")

@@ -69,7 +69,7 @@ def train_in_groups(
     workers, num_failures, started = job.workers_at(0), 0, time.time()
     job = replace(job, began=started - wall_seconds(job.output))
     saved = set[str]()  # the names of all checkpoints so far
-    waiting = f"no worker has answered for {WAITING_S:.0f} s: Ray waits for room for {workers[0]} worker(s); see `ray status`"
+    waiting = f"no worker has answered for {WAITING_S:.0f} s: Ray waits for nodes with room for the workers; see `ray status`"
     notices = notices_of(job.coordinator, when_waiting=waiting)
     with (
         _open_pool(job) as pool,

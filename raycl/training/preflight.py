@@ -382,8 +382,8 @@ def check_same_data(output: Place, now: dict[str, Any]) -> None:
         )
     if "files" in before and "files" in now and before["files"] != now["files"]:
         raise ConfigError(
-            f"the files in {now['data']} are others than those that the run began with, so that their rows would have "
-            "other ids; restore them, or give another --output"
+            f"the files in {now['data']} differ from the files that the run began with, so their rows would have "
+            "other ids; restore the files, or give another --output"
         )
     if before["streamed"] != now["streamed"]:
         raise ConfigError(
