@@ -14,6 +14,7 @@ from raycl.storage import Place
 
 CONFIG = "config.yaml"
 DATA = "data.json"
+READ_ROWS = "read_rows.json.gz"  # of a stream: the counts of each fragment
 METRICS = "metrics.jsonl"
 RESULT = "result.json"
 CHECKPOINTS = "checkpoints"  # the folder of Ray Train's checkpoints

@@ -23,9 +23,11 @@ from raycl.data.in_memory import InMemoryDataset, pixels_of
 from raycl.data.labels import NO_LABEL, class_names, label_numbers
 from raycl.data.prefetch import Prefetched
 from raycl.data.read_stats import ReadStats
-from raycl.data.sources import ROWS_PER_FRAGMENT, RawRows, Source, check_no_splits, find_source
+from raycl.data.sources import ROWS_PER_FRAGMENT, Fragment, RawRows, Source, check_no_splits, find_source
 from raycl.data.split import Holdout, make_split
+from raycl.data.streaming import without_first_rows
 from raycl.errors import DataError
+from raycl.storage import Place
 from raycl.training.coordinator import RunCoordinator
 from tests.images import encode, photograph, write_digits
 from tests.table_files import write_saved
@@ -555,6 +557,37 @@ def test_a_restarted_coordinator_restores_a_journal_with_an_incomplete_last_line
     assert RunCoordinator(None, str(journal)).rows().num_rows == 15
     assert journal.read_text().count("add_rows") == 5  # including the incomplete one
     assert RunCoordinator(None, str(tmp_path / "no such folder" / "journal")).rows().num_rows == 0
+
+
+def test_a_resumed_run_restores_the_counts_of_fragments(tmp_path: Path) -> None:
+    first, output = RunCoordinator(), Place(str(tmp_path))
+    first.restore_rows(output)  # of a new run
+    first.add_rows("a", stats(invalid=Counter({"not an image": 1})))
+    first.add_rows("b", ReadStats(num_rows=5, num_train=5, skipped=Counter({"labels without a query": 3})))
+    first.save_rows(output)
+    second = RunCoordinator(None, str(tmp_path / "journal"))
+    second.restore_rows(output)
+    assert second.rows() == first.rows()
+    assert second.num_train() == {"a": 8, "b": 5}
+    assert RunCoordinator(None, str(tmp_path / "journal")).rows() == first.rows()
+    [saved] = tmp_path.glob("*.gz")
+    saved.unlink()
+    first.save_rows(output)  # nothing is new
+    assert not saved.exists()
+    first.add_rows("c", ReadStats(num_rows=7))
+    assert first.rows().num_rows == 22
+    first.save_rows(output)
+    assert saved.exists()
+
+
+def test_fragments_of_used_rows_are_skipped_up_to_the_first_unknown_one() -> None:
+    fragments = [Fragment(uri="x", first_id=first, stop=10) for first in (30, 0, 10, 20)]
+    num_train = {"x:30": 10, "x:0": 8, "x:20": 10}
+    for num_unneeded, num_left, num_skipped in [(9, 4, 0), (10, 3, 10), (17, 3, 10), (99, 2, 18)]:
+        left, skipped = without_first_rows(fragments, num_train, num_unneeded)
+        assert (list(left), skipped) == (fragments[-num_left:], num_skipped)
+    assert without_first_rows(fragments, num_train | {"x:10": 0}, 18) == (fragments[-1:], 18)
+    assert without_first_rows(fragments, num_train | {"x:10": 0}, 99) == (fragments[-1:], 18)
 
 
 def test_a_coordinator_survives_a_full_disk_without_its_journal(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
 """Datasets larger than memory: Ray Data reads them in every epoch, in a seeded order."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +15,7 @@ from raycl.data.columns import ColumnNames
 from raycl.data.decode import Decoder, decode_dataset, decode_source
 from raycl.data.in_memory import Batch, InMemoryDataset
 from raycl.data.sampler import BatchShard
-from raycl.data.sources import Source
+from raycl.data.sources import Fragment, Source
 from raycl.data.windows import LocalReader, OpenEpoch, Piece, StreamReader, WindowCutter
 from raycl.errors import DataError
 
@@ -118,12 +118,34 @@ def stream_source(
     source: Source, decoder: Decoder, *, seed: int, kept_whole: frozenset[int] = frozenset()
 ) -> OpenEpoch:
     """Return a function that opens an epoch of a source; see ``decode_source`` for ``kept_whole``."""
+    # Only the worker that opens the epochs fetches the fragments.
+    described, all_fragments = replace(source, fragments=()), ray.put(source.fragments)
 
-    def open_epoch(epoch: int) -> ray.data.Dataset:
-        fragments = tuple(source.fragments[index] for index in fragment_order(source, seed, epoch))
-        return decode_source(source, decoder, fragments, kept_whole=kept_whole)
+    def open_epoch(epoch: int, num_unneeded: int) -> tuple[ray.data.Dataset, int]:
+        whole = replace(described, fragments=ray.get(all_fragments))
+        fragments = [whole.fragments[index] for index in fragment_order(whole, seed, epoch)]
+        num_train: Any = ray.get(decoder.coordinator.num_train.remote()) if num_unneeded else {}
+        needed, num_skipped = without_first_rows(fragments, num_train, num_unneeded)
+        return decode_source(described, decoder, needed, kept_whole=kept_whole), num_skipped
 
     return open_epoch
+
+
+def without_first_rows(
+    fragments: Sequence[Fragment], num_train: Mapping[str, int], num_unneeded: int
+) -> tuple[Sequence[Fragment], int]:
+    """Return the fragments without the first ones that hold none but the first ``num_unneeded`` training rows.
+
+    ``num_train`` are the training rows of the fragments that were read before, by name. Also returns the number of
+    rows of the fragments that are left out. The last fragment is always kept.
+    """
+    num_skipped = 0
+    for position, fragment in enumerate(fragments[:-1]):
+        num_rows = num_train.get(fragment.name)
+        if num_rows is None or num_skipped + num_rows > num_unneeded:
+            return fragments[position:], num_skipped
+        num_skipped += num_rows
+    return fragments[-1:], num_skipped
 
 
 def stream_dataset(
@@ -136,10 +158,10 @@ def stream_dataset(
 ) -> OpenEpoch:
     """Return a function that opens an epoch of a user's Ray Dataset; see ``decode_dataset`` for ``classes``."""
 
-    def open_epoch(epoch: int) -> ray.data.Dataset:
+    def open_epoch(epoch: int, _: int) -> tuple[ray.data.Dataset, int]:
         shuffled = dataset.randomize_block_order(seed=hash((seed, epoch)) % 2**31)
         # A dataset keeps the settings of the process that created it.
         shuffled.context.execution_options.preserve_order = True
-        return decode_dataset(shuffled, columns, decoder, classes=classes)
+        return decode_dataset(shuffled, columns, decoder, classes=classes), 0
 
     return open_epoch

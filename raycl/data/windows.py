@@ -23,7 +23,9 @@ from raycl.data.prefetch import Prefetched
 from raycl.data.sampler import BatchShard, bucketed, grouped
 from raycl.gpus import available_cores
 
-OpenEpoch = Callable[[int], Any]  # its rows: a Ray Dataset, or for a LocalReader the numbers of its fragments
+# Given an epoch and the number of its first rows that are not needed: its rows without some of these, and how many rows
+# these are. The rows are a Ray Dataset, or for a LocalReader the numbers of its fragments.
+OpenEpoch = Callable[[int, int], tuple[Any, int]]
 
 _PIECE_BYTES = 64 * 2**20
 _AHEAD = 2  # prefetched pieces of a worker
@@ -67,10 +69,15 @@ class WindowCutter:
         """Global batches of a window; the last window of an epoch may have fewer."""
         return max(1, self.shuffle_buffer_size // self.batch_size)
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of a window."""
+        return self.num_batches * self.batch_size
+
     def windows(self, blocks: Iterator[RowRange]) -> Iterator[list[RowRange]]:
         """Yield windows of ``num_batches`` batches; the rows of an incomplete last batch are left out."""
         window: list[RowRange] = []
-        left = size = self.num_batches * self.batch_size
+        left = size = self.num_rows
         for block, start, stop, num_bytes in blocks:
             row_bytes = num_bytes / max(1, stop - start)
             while start < stop:
@@ -156,7 +163,8 @@ class StreamReader:
         self._next = epoch + 1 if has_next else None
         if rank == 0:
             for each in wanted:  # one by one: an asynchronous actor may change the order of its calls
-                ray.get(self._actor.read.remote(each, open_epoch(each), first if each == epoch else 0))
+                start = first if each == epoch else 0
+                ray.get(self._actor.read.remote(each, start, *open_epoch(each, start * cutter.num_rows)))
         return Prefetched(_fetch(self._actor, rank, epoch, first), depth=_AHEAD)
 
     def _start(self, cutter: WindowCutter, rank: int) -> None:
@@ -199,7 +207,8 @@ class LocalReader:
         has_next: bool,
     ) -> Iterator[Piece]:
         """Yield the pieces of an epoch from window ``first`` on, each with the rows of one batch."""
-        ranges = (RowRange(fragment, 0, self.num_rows[fragment], 0.0) for fragment in open_epoch(epoch))
+        fragments, _ = open_epoch(epoch, 0)
+        ranges = (RowRange(fragment, 0, self.num_rows[fragment], 0.0) for fragment in fragments)
         for number, window in enumerate(cutter.windows(ranges)):
             if number < first:
                 continue
@@ -232,16 +241,19 @@ class _Windows:
 
     def __init__(self, cutter: WindowCutter) -> None:
         self._cutter = cutter
-        self._epochs: queue.Queue[tuple[int, ray.data.Dataset, int]] = queue.Queue()
+        self._epochs: queue.Queue[tuple[int, int, ray.data.Dataset, int]] = queue.Queue()
         self._changed = asyncio.Condition()
         self._window: dict[tuple[int, int], dict[int, list[Any]]] = {}  # by worker, until it is passed on
         self._ended: set[int] = set()  # the epochs that were read to the end
         self._error: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def read(self, epoch: int, dataset: ray.data.Dataset, first: int) -> None:
-        """Read an epoch after those that were asked for before, and pass on its windows from ``first`` on."""
-        self._epochs.put((epoch, dataset, first))
+    async def read(self, epoch: int, first: int, dataset: ray.data.Dataset, num_skipped: int) -> None:
+        """Read an epoch after those that were asked for before, and pass on its windows from ``first`` on.
+
+        The dataset lacks ``num_skipped`` rows of the windows before ``first``.
+        """
+        self._epochs.put((epoch, first, dataset, num_skipped))
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             threading.Thread(target=self._read_epochs, name="raycl-windows", daemon=True).start()
@@ -267,8 +279,10 @@ class _Windows:
     def _read_epochs(self) -> None:
         try:
             while True:
-                epoch, dataset, first = self._epochs.get()
-                for number, window in enumerate(self._cutter.windows(_blocks(dataset))):
+                epoch, first, dataset, num_skipped = self._epochs.get()
+                skipped = RowRange(None, 0, num_skipped, 0.0)
+                blocks = itertools.chain([skipped], _blocks(dataset))
+                for number, window in enumerate(self._cutter.windows(blocks)):
                     if number >= first:
                         pieces = self._cut(window, epoch, number)
                         window.clear()  # nothing but the task needs its blocks

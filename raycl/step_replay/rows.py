@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import final
 
 import numpy as np
@@ -171,7 +170,7 @@ def _streamed(run: RecordedRun, source: Source, tokenizer: Tokenizer | None) -> 
         output=run.output,
         blocks=((),),
         stream=StreamingSampler(
-            open_epoch=partial(fragment_order, source, config.seed),
+            open_epoch=lambda epoch, _: (fragment_order(source, config.seed, epoch), 0),
             formats=formats,
             seed=config.seed,
             shuffle_buffer_size=config.data.shuffle_buffer_size,

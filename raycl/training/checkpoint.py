@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
+import ray
 import ray.train
 import torch
 
@@ -136,6 +137,8 @@ class Checkpointer:
             self._save_bank(position, store)
             if self._is_writer:
                 backup_manifest(self._job.output)
+                if self._job.stream is not None:  # before the checkpoint, which is resumed with them
+                    ray.get(self._job.coordinator.save_rows.remote(self._job.output))
             with (self._job.output / CHECKPOINTS).wrap_errors("save a checkpoint in"):
                 self._report(position, store, metrics, evaluated=evaluated)
         self.saved_step, self._saved_at = position.step, time.monotonic()

@@ -1,6 +1,7 @@
 """The coordinator of a run: a small actor that workers and data tasks report to and the driver reads."""
 
 import contextlib
+import gzip
 import json
 import tempfile
 import threading
@@ -16,6 +17,8 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycl.data.read_stats import ReadStats
+from raycl.records import READ_ROWS
+from raycl.storage import Place
 from raycl.tracking.prometheus import Exporter, Reading
 
 _RESTART_S = 30.0  # in which Ray restarts the actor
@@ -33,6 +36,8 @@ class RunCoordinator:
 
     def __init__(self, tags: Mapping[str, str] | None = None, journal: str | None = None) -> None:
         self._fragments: dict[str, ReadStats] = {}
+        self._totals: dict[str, ReadStats] = {}  # by prefix, until a count changes
+        self._is_saved = True  # whether the output has all counts
         self._progress: dict[str, Any] = {}
         self._notices: list[str] = []
         self._exporter = None if tags is None else Exporter(tags, self._readings)
@@ -51,9 +56,11 @@ class RunCoordinator:
 
     def add_rows(self, fragment: str, stats: ReadStats) -> None:
         """Count the rows of one fragment."""
-        if self._fragments.get(fragment) != stats:
-            self._write("add_rows", fragment, vars(stats))
+        if self._fragments.get(fragment) == stats:
+            return
+        self._write("add_rows", fragment, vars(stats))
         self._fragments[fragment] = stats
+        self._totals, self._is_saved = {}, False
 
     def add_progress(self, progress: Mapping[str, Any]) -> None:
         """Update the progress of training; values of the same names are replaced."""
@@ -100,11 +107,29 @@ class RunCoordinator:
 
     def rows(self, prefix: str = "") -> ReadStats:
         """Return the counts over all fragments whose names begin with ``prefix``."""
-        total = ReadStats()
-        for fragment, stats in sorted(self._fragments.items(), key=itemgetter(0)):
-            if fragment.startswith(prefix):
-                total.merge(stats)
-        return total
+        if prefix not in self._totals:
+            self._totals[prefix] = total = ReadStats()
+            for fragment, stats in sorted(self._fragments.items(), key=itemgetter(0)):
+                if fragment.startswith(prefix):
+                    total.merge(stats)
+        return self._totals[prefix]
+
+    def num_train(self) -> dict[str, int]:
+        """Return the number of training rows of each fragment."""
+        return {fragment: stats.num_train for fragment, stats in self._fragments.items()}
+
+    def save_rows(self, output: Place) -> None:
+        """Write the counts of all fragments to the output of a run, unless it has them."""
+        if not self._is_saved:
+            counts = json.dumps({fragment: vars(stats) for fragment, stats in self._fragments.items()})
+            (output / READ_ROWS).write_bytes(gzip.compress(counts.encode(), compresslevel=1))
+            self._is_saved = True
+
+    def restore_rows(self, output: Place) -> None:
+        """Add the counts that an earlier process of this run has saved, if any."""
+        if (output / READ_ROWS).exists():
+            for fragment, counts in json.loads(gzip.decompress((output / READ_ROWS).read_bytes())).items():
+                self.add_rows(fragment, _stats_of(counts))
 
     def _restore(self, journal: Path) -> None:
         """Repeat the calls of the journal; an incomplete last one was never answered."""
@@ -112,9 +137,8 @@ class RunCoordinator:
             with contextlib.suppress(ValueError):
                 name, arguments = json.loads(line)
                 if name == "add_rows":
-                    fragment, stats = arguments
-                    counters = {cause: Counter(stats[cause]) for cause in ("invalid", "skipped")}
-                    arguments = [fragment, ReadStats(**stats | counters)]
+                    fragment, counts = arguments
+                    arguments = [fragment, _stats_of(counts)]
                 getattr(self, name)(*arguments)
 
     def _write(self, name: str, *arguments: Any) -> None:
@@ -133,6 +157,12 @@ class RunCoordinator:
         for name, counts in (("rows_invalid", rows.invalid), ("rows_skipped", rows.skipped)):
             for cause, count in counts.items():
                 yield Reading(name, count, cause)
+
+
+def _stats_of(counts: Mapping[str, Any]) -> ReadStats:
+    """Return the counts of a fragment from their JSON object."""
+    counters = {cause: Counter(counts[cause]) for cause in ("invalid", "skipped")}
+    return ReadStats(**{**counts, **counters})
 
 
 def rows_in(coordinator: Any, prefix: str = "") -> ReadStats:

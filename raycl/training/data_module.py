@@ -148,8 +148,8 @@ class DataModule:
         tables = fetch_tables(decoded[0].select_columns(["sample_id", *names]))
         return read_guide(settings.guide, tables, names)
 
-    def stream(self) -> StreamingSampler:
-        """Return the training rows, read again every epoch."""
+    def stream(self, output: Place) -> StreamingSampler:
+        """Return the training rows, read again every epoch; restore the counts of fragments in a resumed output."""
         decoder, seed = self._decoder(self._first, self.holdout.is_train), self._config.seed
         if self._first.source is None:
             opened = stream_dataset(
@@ -157,6 +157,7 @@ class DataModule:
             )
         else:
             kept_whole = fragments_kept_whole(self._config, self._first.source)
+            ray.get(self._coordinator.restore_rows.remote(output))
             opened = stream_source(self._first.source, decoder, seed=seed, kept_whole=kept_whole)
         return StreamingSampler(
             open_epoch=opened,

@@ -240,7 +240,7 @@ def _read_data(run: ValidatedRun, data: DataModule, coordinator: Any, *, quiet: 
         config=config,
         output=run.output,
         blocks=blocks,
-        stream=data.stream() if streamed else None,
+        stream=data.stream(run.output) if streamed else None,
         num_train=tuple(num_train.values()),
         holdout=data.holdout,
         coordinator=coordinator,

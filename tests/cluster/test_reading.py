@@ -137,14 +137,14 @@ def test_a_large_stream_holds_out_rows_only_from_the_evaluation_fragments(
     evaluated = {row["sample_id"] for row in kept.take_all()}
     held_out = {row for row in evaluated if samples.holdout.is_test(np.array([row]))[0]}
     assert len(evaluated) == pytest.approx(0.65 * 360, abs=40)  # a tenth held out, 200 reference rows
-    stream = samples.stream()
+    output = Place(str(tmp_path / "run"))
+    stream = samples.stream(output)
     trained_on = [int(row) for batch in stream.epoch_batches(BatchShard(batch_size=1), epoch=0)
                   for row in batch.sample_id]  # fmt: skip
     assert sorted(trained_on) == sorted(set(range(1_000)) - held_out)
     assert 20 < len(held_out) < 60  # a tenth of the rows in six evaluation fragments of sixteen
     assert samples.num_train_expected() == pytest.approx(len(trained_on), abs=15)
     # A certificate reads the same batches without Ray.
-    output = Place(str(tmp_path / "run"))
     save_run_files(output, config, describe_data([source.uri], [1_000], None, streamed=True), None)
     rows = read_rows(read_record(output.uri))
     assert rows.job.num_train == (samples.num_train_expected(),)
@@ -152,6 +152,10 @@ def test_a_large_stream_holds_out_rows_only_from_the_evaluation_fragments(
     local, shard = rows.job.stream, BatchShard(batch_size=50)
     assert local is not None
     expected = list(stream.epoch_batches(shard, epoch=1))
+    # A resumed stream skips fragments, of which some have held-out rows.
+    assert stream.open_epoch(1, 400)[1] > 300
+    resumed = [batch.sample_id.tolist() for batch in stream.epoch_batches(shard, epoch=1, start=11)]
+    assert resumed == [batch.sample_id.tolist() for batch in expected[11:]]
     for start in (0, 11):
         for whole in (replace(shard, is_whole=True), replace(shard, num_workers=2, is_whole=True)):
             found = list(local.epoch_batches(whole, epoch=1, start=start))
@@ -259,11 +263,19 @@ def test_a_streamed_epoch_has_every_row_once_in_full_batches_and_in_a_new_order(
     assert len(seen) == len(set(seen)) == 200
 
 
-@pytest.mark.parametrize("start", [4, 6, 10])  # windows have three batches
-def test_a_stream_resumed_in_an_epoch_has_the_same_batches(
-    stream: StreamingSampler, expected_ids: Callable[[int], list[list[int]]], start: int
+# Windows have 60 rows, and the fragments 70, 81 and 50, in this order.
+@pytest.mark.parametrize(("start", "num_unneeded", "num_skipped"), [(4, 60, 0), (6, 120, 70), (10, 180, 151)])
+def test_a_stream_resumed_in_an_epoch_has_the_same_batches_and_skips_fragments(
+    stream: StreamingSampler,
+    expected_ids: Callable[[int], list[list[int]]],
+    start: int,
+    num_unneeded: int,
+    num_skipped: int,
 ) -> None:
-    assert ids_of(stream, BatchShard(batch_size=20), 1, start=start) == expected_ids(1)[start:]
+    whole = expected_ids(1)  # now the rows of each fragment are counted
+    dataset, found = stream.open_epoch(1, num_unneeded)
+    assert (found, dataset.count()) == (num_skipped, 201 - num_skipped)
+    assert ids_of(stream, BatchShard(batch_size=20), 1, start=start) == whole[start:]
 
 
 def test_a_stream_of_texts_batches_similar_lengths_together(tmp_path: Path) -> None:
