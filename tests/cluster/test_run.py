@@ -556,7 +556,7 @@ def test_a_streamed_run_changes_its_workers_within_an_epoch(data: Path, tmp_path
     dies = {"encoder.kwargs": {**kwargs, "die_at": 11, "marker": str(tmp_path / "died")}}
 
     def losses(output: str, **settings: Any) -> dict[int, float]:
-        config = small_run(**(STREAMED | {"encoder.kwargs": kwargs} | settings))
+        config = small_run(**STREAMED, **{"checkpoints.keep": 9, "encoder.kwargs": kwargs, **settings})
         is_resumed = (tmp_path / output).exists()
         raycl.train(config, data=str(data), output=str(tmp_path / output), resume=is_resumed, quiet=True)
         lines = read_metrics(Place(str(tmp_path / output)))
