@@ -560,24 +560,23 @@ def test_a_restarted_coordinator_restores_a_journal_with_an_incomplete_last_line
 
 
 def test_a_resumed_run_restores_the_counts_of_fragments(tmp_path: Path) -> None:
-    first, output = RunCoordinator(), Place(str(tmp_path))
-    first.restore_rows(output)  # of a new run
+    first, file = RunCoordinator(), Place(str(tmp_path)) / "read_rows.json.gz"
+    first.restore_rows(file)  # of a new run
     first.add_rows("a", stats(invalid=Counter({"not an image": 1})))
     first.add_rows("b", ReadStats(num_rows=5, num_train=5, skipped=Counter({"labels without a query": 3})))
-    first.save_rows(output)
+    first.save_rows(file)
     second = RunCoordinator(None, str(tmp_path / "journal"))
-    second.restore_rows(output)
+    second.restore_rows(file)
     assert second.rows() == first.rows()
     assert second.num_train() == {"a": 8, "b": 5}
     assert RunCoordinator(None, str(tmp_path / "journal")).rows() == first.rows()
-    [saved] = tmp_path.glob("*.gz")
-    saved.unlink()
-    first.save_rows(output)  # nothing is new
-    assert not saved.exists()
+    file.delete()
+    first.save_rows(file)  # nothing is new
+    assert not file.exists()
     first.add_rows("c", ReadStats(num_rows=7))
     assert first.rows().num_rows == 22
-    first.save_rows(output)
-    assert saved.exists()
+    first.save_rows(file)
+    assert file.exists()
 
 
 def test_fragments_of_used_rows_are_skipped_up_to_the_first_unknown_one() -> None:
@@ -609,6 +608,30 @@ def test_a_fragment_read_twice_counts_once_and_too_many_invalid_rows_are_an_erro
     rows.check(0.1)
     with pytest.raises(DataError, match=r"2 of 20 rows are invalid \(2 not an image; for example x.jpg"):
         rows.check(0.05)
+
+
+def test_a_folder_reads_only_wanted_files_and_the_next_ones_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"{number:04}.png" for number in range(600)]
+    for name in names:
+        (tmp_path / name).touch()
+    read, is_ahead = set[str](), threading.Event()
+
+    def read_image(place: Place) -> bytes:
+        read.add(place.name)
+        if place.name == names[300]:
+            is_ahead.set()
+        return place.name.encode()
+
+    monkeypatch.setattr("raycl.data.sources.read_image", read_image)
+    source = find_source(str(tmp_path))
+    batches = source.read(source.fragments[0], lambda ids: ids % 3 == 0)
+    first = next(batches)
+    assert is_ahead.wait(10)  # file 300 of the second batch, while the first one is in use
+    found = [value for rows in (first, *batches) for value in rows.values["image"]]
+    assert read == set(names[::3])
+    assert found == [name.encode() if number % 3 == 0 else None for number, name in enumerate(names)]
 
 
 def test_a_link_without_its_file_beside_class_folders_keeps_the_classes(tmp_path: Path) -> None:

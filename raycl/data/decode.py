@@ -17,12 +17,11 @@ from raycl.data.images import ImageFormat, is_flat
 from raycl.data.labels import are_numbers, class_names, distinct_labels
 from raycl.data.read_stats import ReadStats
 from raycl.data.sources import Fragment, RawRows, Source
-from raycl.data.split import Holdout
+from raycl.data.split import Holdout, Keep
 from raycl.errors import InvalidValueError
 from raycl.gpus import available_cores
 
 BLOCK_BYTES = 64 * 2**20
-Keep = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
 _ROWS_PER_FRAGMENT = 1_024  # of a Ray Dataset
 
 
@@ -155,7 +154,7 @@ def decode_source(
 
     def read(described: Source, fragment: Fragment) -> Iterator[pa.Table]:
         chosen = whole if fragment.first_id in kept_whole else decoder
-        return chosen.tables(fragment.name, described.read(fragment))
+        return chosen.tables(fragment.name, described.read(fragment, chosen.keep))
 
     return map_fragments(source, read, fragments)
 

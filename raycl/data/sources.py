@@ -33,6 +33,8 @@ from raycl.data.labels import (
 from raycl.data.lance_tables import LanceTables, is_lance, lance_fragments
 from raycl.data.parquet_tables import ParquetTables
 from raycl.data.patterns import expand, folder_of, is_pattern
+from raycl.data.prefetch import Prefetched
+from raycl.data.split import Keep
 from raycl.data.tables import TableFile, TableFormat, reading, roles_in
 from raycl.data.tar_tables import TarTables
 from raycl.data.weights import check_weight_columns
@@ -193,9 +195,15 @@ class Source:
         )
         return replace(self, fragments=fragments, classes=classes)
 
-    def read(self, fragment: Fragment) -> Iterator[RawRows]:
-        """Yield the rows of one fragment in batches; raises ``StorageError`` or ``DataError``."""
-        return self._read_files(fragment) if self.kind == "folder" else self._read_table(fragment)
+    def read(self, fragment: Fragment, keep: Keep | None = None) -> Iterator[RawRows]:
+        """Yield the rows of one fragment in batches; raises ``StorageError`` or ``DataError``.
+
+        Files of images that ``keep`` refuses are not read, and their values are None. The next files are read while
+        a batch is used.
+        """
+        if self.kind == "folder":
+            return Prefetched(self._read_files(fragment, keep), depth=1)
+        return self._read_table(fragment)
 
     def tables(self, fragment: Fragment, names: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
         """Yield (position in the file, rows) of a fragment of a table; only the columns ``names``."""
@@ -214,13 +222,18 @@ class Source:
         parts = [table[column].to_pylist() for _, table in self.tables(fragment, [column])]
         return stable_ids([value for part in parts for value in part])
 
-    def _read_files(self, fragment: Fragment) -> Iterator[RawRows]:
+    def _read_files(self, fragment: Fragment, keep: Keep | None) -> Iterator[RawRows]:
         root = Place(fragment.uri)
         for start in range(0, len(fragment.paths), 256):
             paths = fragment.paths[start : start + 256]
-            with ThreadPoolExecutor(8) as pool:
-                images = list(pool.map(lambda path: read_image(root / path), paths))
             ids = np.arange(start, start + len(paths), dtype=np.int64) + fragment.first_id
+            wanted = [True] * len(paths) if keep is None else keep(ids).tolist()
+            with ThreadPoolExecutor(8) as pool:
+                images = list(
+                    pool.map(
+                        lambda path, is_read: read_image(root / path) if is_read else None, paths, wanted
+                    )
+                )
             labels = np.array(fragment.labels[start : start + 256] or [NO_LABEL] * len(paths), np.int64)
             yield RawRows(values={"image": images}, sample_id=ids, label=labels, where=list(paths))
 

@@ -1,5 +1,6 @@
 """Split rows into training and held-out rows by a hash of the seed and the id."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 from raycl.splitmix import INCREMENT, mix
 
 MAX_FRACTION = 0.1
+Keep = Callable[[NDArray[np.int64]], NDArray[np.bool_]]  # selects rows by their ids
 
 
 @final

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import compress
 from typing import Any, final
 
@@ -15,11 +16,12 @@ from numpy.typing import NDArray
 
 from raycl.data.codecs import Formats
 from raycl.data.columns import ColumnNames
-from raycl.data.decode import Decoder, Keep, decode_here, decode_source, row_error
+from raycl.data.decode import Decoder, decode_here, decode_source, row_error
 from raycl.data.ids import IdFormat
 from raycl.data.images import ImageFormat, InvalidImageError
 from raycl.data.in_memory import InMemoryDataset
 from raycl.data.sources import Source, find_source
+from raycl.data.split import Keep
 from raycl.errors import DataError
 from raycl.progress import ProgressLine, rows_read
 from raycl.ray_runtime import connect_cluster, fetch_tables, unwrap_ray_errors
@@ -101,7 +103,7 @@ def decoded_tables(source: Source, decoder: Decoder) -> list[pa.Table]:
     """Return all decoded rows of a source, in order."""
     if ray.is_initialized():
         return fetch_tables(decode_source(source, decoder))
-    return list(decode_here(source.fragments, source.read, decoder))
+    return list(decode_here(source.fragments, partial(source.read, keep=decoder.keep), decoder))
 
 
 @final

@@ -10,16 +10,17 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, TextIO, final
+from typing import TYPE_CHECKING, Any, TextIO, final
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycl.data.read_stats import ReadStats
-from raycl.records import READ_ROWS
-from raycl.storage import Place
 from raycl.tracking.prometheus import Exporter, Reading
+
+if TYPE_CHECKING:
+    from raycl.storage import Place
 
 _RESTART_S = 30.0  # in which Ray restarts the actor
 _HEARTBEAT_S, _ANSWER_S = 1.0, 10.0
@@ -118,17 +119,17 @@ class RunCoordinator:
         """Return the number of training rows of each fragment."""
         return {fragment: stats.num_train for fragment, stats in self._fragments.items()}
 
-    def save_rows(self, output: Place) -> None:
-        """Write the counts of all fragments to the output of a run, unless it has them."""
+    def save_rows(self, file: "Place") -> None:
+        """Write the counts of all fragments to a file of the run's output, unless it has them."""
         if not self._is_saved:
             counts = json.dumps({fragment: vars(stats) for fragment, stats in self._fragments.items()})
-            (output / READ_ROWS).write_bytes(gzip.compress(counts.encode(), compresslevel=1))
+            file.write_bytes(gzip.compress(counts.encode(), compresslevel=1))
             self._is_saved = True
 
-    def restore_rows(self, output: Place) -> None:
+    def restore_rows(self, file: "Place") -> None:
         """Add the counts that an earlier process of this run has saved, if any."""
-        if (output / READ_ROWS).exists():
-            for fragment, counts in json.loads(gzip.decompress((output / READ_ROWS).read_bytes())).items():
+        if file.exists():
+            for fragment, counts in json.loads(gzip.decompress(file.read_bytes())).items():
                 self.add_rows(fragment, _stats_of(counts))
 
     def _restore(self, journal: Path) -> None:

@@ -8,15 +8,16 @@ import ray
 from numpy.typing import NDArray
 
 from raycl.config import RunConfig, TextConfig
-from raycl.data.decode import Decoder, Keep
+from raycl.data.decode import Decoder
 from raycl.data.read_stats import ReadStats
 from raycl.data.sources import Fragment, Source
-from raycl.data.split import Holdout, make_split
+from raycl.data.split import Holdout, Keep, make_split
 from raycl.data.streaming import StreamingSampler, stream_dataset, stream_source
 from raycl.errors import ConfigError, DataError
 from raycl.models.build import load_tokenizer
 from raycl.models.registry import HUGGING_FACE, TOKENIZER
 from raycl.ray_runtime import fetch_tables, object_store_bytes
+from raycl.records import READ_ROWS
 from raycl.storage import Place
 from raycl.tokenization import Tokenizer, Vocabulary
 from raycl.training.data_set import DataSet, learn_vocabulary
@@ -157,7 +158,7 @@ class DataModule:
             )
         else:
             kept_whole = fragments_kept_whole(self._config, self._first.source)
-            ray.get(self._coordinator.restore_rows.remote(output))
+            ray.get(self._coordinator.restore_rows.remote(output / READ_ROWS))
             opened = stream_source(self._first.source, decoder, seed=seed, kept_whole=kept_whole)
         return StreamingSampler(
             open_epoch=opened,
