@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from raycl.config import Columns, RunConfig
-from raycl.config.overrides import config_from_yaml, override, parse_setting, unknown_setting
+from raycl.config.overrides import config_from_yaml, override, pairs_of, unknown_setting
 from raycl.errors import ConfigError
 from raycl.gpus import cpu_has_bfloat16
 from raycl.recipes import recipe
@@ -233,8 +233,7 @@ def _first_images(data: "Source | ray.data.Dataset", columns: "ColumnNames") -> 
 
 def settings_of(settings: Settings) -> dict[str, Any]:
     """Return settings by path; raises ``ConfigError`` for a string other than ``key.path=value``."""
-    settings = [settings] if isinstance(settings, str) else settings
-    return dict(settings if isinstance(settings, Mapping) else map(parse_setting, settings))
+    return dict(pairs_of(settings))
 
 
 _INVALID: dict[str, type] = {"data.max_invalid_fraction": float}
