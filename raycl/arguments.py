@@ -2,6 +2,7 @@
 
 import os
 from numbers import Integral, Real
+from typing import Any
 
 from raycl.errors import ConfigError
 
@@ -28,3 +29,18 @@ def as_address(name: str, value: object) -> str:
         raise ConfigError(f"{name} must be an address, came {type(value).__name__}; give text or a path")
     text = os.fspath(value)
     return text if "://" in text else os.path.expanduser(text)
+
+
+def optional_address(name: str, value: object) -> str | None:
+    """Return ``as_address``, or None for None."""
+    return None if value is None else as_address(name, value)
+
+
+def as_addresses(name: str, value: object) -> list[str]:
+    """Return ``as_address`` of one address or of each in a list; nothing for None."""
+    return [as_address(name, each) for each in listed(value)]
+
+
+def listed(value: Any) -> list[Any]:
+    """Return what was given once or in a list; nothing for None."""
+    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
