@@ -3,12 +3,15 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import raycl
+from raycl.data.columns import ColumnNames
+from raycl.data.decode import columns_of
 from raycl.errors import ConfigError, DataError
 
 CONFIG = raycl.recipe("simclr", image_size=32)
@@ -152,3 +155,9 @@ def test_an_image_size_of_numpy_is_a_whole_number() -> None:
 
 def test_one_setting_need_not_be_in_a_list() -> None:
     assert raycl.override(CONFIG, "seed=7").seed == 7
+
+
+def test_an_empty_ray_dataset_is_refused_as_one() -> None:
+    empty: Any = SimpleNamespace(schema=lambda: None)
+    with pytest.raises(DataError, match=r"^the Ray Dataset has no rows and no columns; give one with rows$"):
+        columns_of(empty, ColumnNames())
