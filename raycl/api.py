@@ -1,12 +1,12 @@
 """The commands as functions, with the same options; results are returned instead of printed."""
 
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from raycl.arguments import Address, as_address, as_addresses, check_type, listed, optional_address
 from raycl.cli.plan import Settings, check_measure, command_settings, plan_run, run_flags
 from raycl.config import RunConfig
 from raycl.errors import ConfigError, DataError, StorageError
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from raycl.training.launch import RunResult
     from raycl.tuning.search import TuneResult
 
-Address = str | os.PathLike[str]
 Measure = Literal["knn", "linear", "retrieval", "sts"]
 
 
@@ -65,9 +64,10 @@ def train(
     """
     if (data is None) == (dataset is None):
         raise ConfigError("give exactly one of data (an address) and dataset (a Ray Dataset)")
-    datasets, addresses = _listed(dataset), _listed(data)
-    _check_types(output, addresses, datasets, encoder)
-    uris = list(map(str, addresses))
+    output, uris = as_address("output", output), as_addresses("data", data)
+    datasets = listed(dataset)
+    _check_objects(datasets, encoder)
+    check_type("address", address, str, optional=True)
     if not (uris or datasets):
         raise ConfigError("the list of data sets is empty; give at least one")
     flags = run_flags(workers=workers, gpu=gpu, epochs=epochs, steps=steps, batch_size=batch_size, seed=seed)
@@ -80,13 +80,13 @@ def train(
         flags=flags,
         settings=settings,
         own_encoder=encoder is not None,
-        resumed=str(output) if resume else None,
+        resumed=output if resume else None,
     )
     from raycl.training.launch import train as launch
 
     return launch(
         config,
-        output=str(output),
+        output=output,
         data=uris,
         sources=sources,
         datasets=datasets,
@@ -123,7 +123,10 @@ def tune(
     Raises ``ConfigError``, ``DataError`` or ``StorageError`` if nothing can be compared or the time is too short, and
     ``RunError`` if the recipe fails.
     """
-    deadline, uris = time.monotonic() + 60 * minutes, list(map(str, _listed(data)))
+    check_type("minutes", minutes, float)
+    check_type("address", address, str, optional=True)
+    output, uris = as_address("output", output), as_addresses("data", data)
+    deadline = time.monotonic() + 60 * minutes
     if not uris:
         raise ConfigError("the list of data sets is empty; give at least one")
     flags = run_flags(workers=workers, gpu=gpu, batch_size=batch_size, seed=seed)
@@ -140,7 +143,7 @@ def tune(
 
     return search(
         config,
-        output=str(output),
+        output=output,
         sources=sources,
         deadline=deadline,
         address=address,
@@ -180,23 +183,17 @@ def evaluate(
     if train is None and measure in ("knn", "linear"):
         raise ConfigError(f"evaluate {measure} needs --train, the labeled training set")
     common = {"gpu": gpu, "address": address, "quiet": quiet, "debug": debug}
-    places = {"run": str(run), "test": str(test), "train": None if train is None else str(train)}
+    run, test, train = as_address("run", run), as_address("test", test), optional_address("train", train)
+    for name in options.keys() & {"queries", "documents"}:
+        options[name] = optional_address(name, options[name])
     check_options(measure, options)
     sets = [test, train, options.get("queries"), options.get("documents")]
-    check_inputs(str(run), data=[str(each) for each in sets if each is not None], gpu=gpu, address=address)
-    return _evaluator(measure)(**places, **common, **options)
+    check_inputs(run, data=sets, gpu=gpu, address=address)
+    return _evaluator(measure)(run=run, test=test, train=train, **common, **options)
 
 
-def _listed(given: Any) -> list[Any]:
-    """Return what was given once or in a list; nothing for None."""
-    return list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
-
-
-def _check_types(output: object, addresses: list[Any], datasets: list[Any], encoder: object) -> None:
-    """Raise ``ConfigError`` for values that a run would only refuse after its start."""
-    for name, value in (("output", output), *(("data", each) for each in addresses)):
-        if not isinstance(value, str | os.PathLike):
-            raise ConfigError(f"{name} must be an address, came {type(value).__name__}; give text or a path")
+def _check_objects(datasets: list[Any], encoder: object) -> None:
+    """Raise ``ConfigError`` for objects that a run would only refuse after its start."""
     if datasets:
         from ray.data import Dataset
 
@@ -241,7 +238,7 @@ def write_report(runs: Address | Sequence[Address], output: Address | None = Non
     Raises ``ConfigError`` for no run or a repeated one, ``DataError`` for invalid files and ``StorageError`` for
     an unreadable or unwritable address.
     """
-    addresses = [str(each) for each in ([runs] if isinstance(runs, str | os.PathLike) else runs)]
+    addresses, page = as_addresses("runs", runs), optional_address("output", output)
     if not addresses:
         raise ConfigError("report needs a run: raycl report RUN, or several to compare them")
     if len(set(addresses)) < len(addresses):
@@ -250,8 +247,8 @@ def write_report(runs: Address | Sequence[Address], output: Address | None = Non
     from raycl.report import writer
 
     if len(addresses) == 1:
-        return str(writer.write_report(addresses[0], None if output is None else str(output)))
-    return str(writer.write_comparison(addresses, str(output or writer.COMPARISON)))
+        return str(writer.write_report(addresses[0], page))
+    return str(writer.write_comparison(addresses, page or writer.COMPARISON))
 
 
 def replay(
@@ -274,8 +271,10 @@ def replay(
     """
     from raycl.step_replay.step import replay as replay_step
 
-    page = None if html is None else str(html)
-    return replay_step(str(run), step, top=top, data=[str(each) for each in _listed(data)], html=page)
+    check_type("step", step, int)
+    check_type("top", top, int)
+    page = optional_address("html", html)
+    return replay_step(as_address("run", run), step, top=top, data=as_addresses("data", data), html=page)
 
 
 def find_steps(
@@ -291,7 +290,9 @@ def find_steps(
     """
     from raycl.step_replay.find import find_steps as find_in
 
-    return find_in(str(run), find, top=top, data=[str(each) for each in _listed(data)])
+    check_type("find", find, str)
+    check_type("top", top, int)
+    return find_in(as_address("run", run), find, top=top, data=as_addresses("data", data))
 
 
 def certify(
@@ -308,7 +309,8 @@ def certify(
     """
     from raycl.step_replay.certificate import certify as certify_run
 
-    return certify_run(str(run), steps=steps, data=[str(each) for each in _listed(data)])
+    check_type("steps", steps, int)
+    return certify_run(as_address("run", run), steps=steps, data=as_addresses("data", data))
 
 
 def check_certificate(file: Address, run: Address | None = None) -> "Certificate":
@@ -319,7 +321,7 @@ def check_certificate(file: Address, run: Address | None = None) -> "Certificate
     """
     from raycl.step_replay.certificate import check_certificate as check
 
-    return check(str(file), None if run is None else str(run))
+    return check(as_address("file", file), optional_address("run", run))
 
 
 def run_doctor(
@@ -359,7 +361,8 @@ def examine(
     debug: bool = False,
 ) -> "Iterator[CheckResult]":
     """Run the checks of ``run_doctor``, and yield each result when it is ready; raises ``ConfigError``."""
-    uri = None if data is None else str(data)
+    check_type("address", address, str, optional=True)
+    uri = optional_address("data", data)
     if recipe is None and flags:
         raise ConfigError(
             "--workers, --gpu and --batch-size need a recipe; give one, for example raycl doctor simclr"
@@ -370,7 +373,7 @@ def examine(
     request = DoctorRequest(
         data=uri,
         columns=columns,
-        output=None if output is None else str(output),
+        output=optional_address("output", output),
         recipe=None if recipe is None else plan_examined(_named(recipe), flags, uri, settings),
         address=address,
         debug=debug,

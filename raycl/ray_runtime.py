@@ -31,6 +31,7 @@ from ray._private import ray_constants, services, utils, worker
 from ray._private.authentication import authentication_token_setup as tokens
 from ray._private.node import Node
 
+from raycl.arguments import check_type
 from raycl.errors import ConfigError, RayclError, RunError, first_line
 from raycl.gpus import check_gpus, starts_here
 
@@ -78,6 +79,7 @@ def connect(address: str | None = None, *, debug: bool = False) -> bool:
         ConfigError: No Ray runs on this machine, or several do, or the address is invalid.
         RunError: The Ray cannot be reached or joined.
     """
+    check_type("address", address, str, optional=True)
     if ray.is_initialized():
         return False
     wanted = _numeric(address or os.environ.get("RAY_ADDRESS") or "auto")

@@ -117,6 +117,20 @@ def write_parts(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(("settings", "repeats"), [({}, False), ({"data.weights": [1, 3]}, True)])
+def test_equal_ids_of_two_data_sets_are_different_samples(
+    settings: dict[str, Any], repeats: bool, tmp_path: Path
+) -> None:
+    data = [
+        write_digits(tmp_path / f"{name}.parquet", size, broken=0)
+        for name, size in (("large", 150), ("small", 80))
+    ]
+    config = small_config("simclr", {"stages.0.steps": 12, **settings})
+    found = raycl.certify(record_run(config, data, tmp_path / "run"), steps=0)
+    assert found.is_valid, str(found)
+    assert {epoch["drawn_twice"] > 0 for epoch in found.epochs} == {repeats}
+
+
 STREAM: dict[str, Any] = {"data.cache": "stream", "data.shuffle_buffer_size": 70, "workers": 2}
 
 

@@ -26,6 +26,16 @@ def test_a_configuration_is_frozen() -> None:
         recipe("simclr").seed = 1  # type: ignore[misc]
 
 
+def test_equal_configurations_have_equal_hashes() -> None:
+    config = override(
+        recipe("simclr"), {"encoder.name": "tests.pairs:small_network", "encoder.kwargs": {"width": 4}}
+    )
+    again = config_from_yaml(config_to_yaml(config))
+    other = override(config, {"seed": 1})
+    assert config == again
+    assert hash(config) == hash(again) != hash(other)
+
+
 def test_override_replaces_one_setting_and_keeps_the_original_unchanged() -> None:
     config = recipe("simclr")
     changed = override(config, ["stages.0.temperature=0.25", "data.columns.image=img"])

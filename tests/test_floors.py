@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "raycl"
 LAYERS = (  # lowest first; packages in the same layer do not import each other
     {"errors", "display", "eager_torch", "loss_specs", "splitmix"},
-    {"address", "gpus"},
+    {"address", "arguments", "gpus"},
     {"ray_runtime", "storage", "distributed.shared_memory", "tokenization", "tracking.prometheus"},
     {"chain"},
     {"records", "provenance", "embedding_snapshot"},

@@ -217,6 +217,44 @@ def test_stores_name_a_tensor_in_place_of_an_array() -> None:
 
 
 @pytest.mark.parametrize(
+    "step",
+    [1.5, "1", None, True, np.arange(3), np.ones((2, 1), np.int64)],
+    ids=["1.5", "text", "None", "flag", "3", "2x1"],
+)
+def test_stores_refuse_steps_of_another_type_or_length(step: Any) -> None:
+    ids, rows = np.arange(2), np.ones((2, 3), np.float32)
+    queue, bank = KeyQueue(6, 3), MemoryBank(ids, 3, seed=0)
+    with pytest.raises(ConfigError, match="the step is not an integer, or one for each row: it came as"):
+        queue.push(rows, ids, step)
+    for write in (lambda: bank.update(ids, rows, step), lambda: bank.replace(ids, rows, step)):
+        with pytest.raises(ConfigError, match="step must be a whole number, came"):
+            write()
+    assert len(queue) == 0
+    assert (bank.negatives().step == -1).all()
+
+
+def test_stores_refuse_settings_of_other_types() -> None:
+    wrong: Any = "6"
+    nothing: Any = None
+    ids = np.arange(2)
+    for make, message in (
+        (lambda: KeyQueue(wrong, 3), "capacity must be a whole number"),
+        (lambda: KeyQueue(6, wrong), "dim must be a whole number"),
+        (lambda: MemoryBank(ids, 3, seed=wrong), "seed must be a whole number"),
+        (lambda: MemoryBank(ids, 3, seed=0, momentum=wrong), "momentum must be a number"),
+        (
+            lambda: MemoryBank(ids, 3, seed=0, kind="queue"),
+            "unknown kind 'queue' of a bank; choose memory_bank or partition",
+        ),
+        (lambda: MemoryBank(ids, 3, seed=0).draw(wrong, step=0), "num must be a whole number"),
+        (lambda: MemoryBank(ids, 3, seed=0).draw(1, step=wrong), "step must be a whole number"),
+        (lambda: KeyQueue(6, 3).push(nothing, ids, 0), "the rows must be a numpy array, came NoneType"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make()
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         (

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from raycl.arguments import check_type
 from raycl.config import Columns, RunConfig
-from raycl.config.overrides import config_from_yaml, override, parse_setting, unknown_setting
+from raycl.config.overrides import config_from_yaml, override, pairs_of, unknown_setting
 from raycl.errors import ConfigError
 from raycl.gpus import cpu_has_bfloat16
 from raycl.recipes import recipe
@@ -233,8 +234,7 @@ def _first_images(data: "Source | ray.data.Dataset", columns: "ColumnNames") -> 
 
 def settings_of(settings: Settings) -> dict[str, Any]:
     """Return settings by path; raises ``ConfigError`` for a string other than ``key.path=value``."""
-    settings = [settings] if isinstance(settings, str) else settings
-    return dict(settings if isinstance(settings, Mapping) else map(parse_setting, settings))
+    return dict(pairs_of(settings))
 
 
 _INVALID: dict[str, type] = {"data.max_invalid_fraction": float}
@@ -262,7 +262,8 @@ def command_settings(command: str, settings: Settings) -> dict[str, Any]:
     roles = [] if command == "sts" else [f"data.columns.{name}" for name in Columns.model_fields]
     for path, value in settings_of(settings).items():
         if path in kinds:
-            found[path.removeprefix("data.")] = _typed(path, value, kinds[path])
+            check_type(path, value, kinds[path])
+            found[path.removeprefix("data.")] = value
         elif path in roles:
             columns[path.removeprefix("data.columns.")] = _column_name(path, value)
         else:
@@ -282,12 +283,4 @@ def _column_name(path: str, value: Any) -> str | None:
         raise ConfigError(
             f"{path} must be the name of a column, got {value!r}; quote a name: --set '{path}=\"NAME\"'"
         )
-    return value
-
-
-def _typed(path: str, value: Any, kind: type) -> Any:
-    if kind is float and type(value) is int:
-        return float(value)
-    if type(value) is not kind:
-        raise ConfigError(f"{path} must be {kind.__name__}, got {value!r}")
     return value

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +17,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from raycl.arguments import check_type
 from raycl.config import RunConfig, Stage
 from raycl.config.conditions import active_settings, flat, leaves, why_inactive
 from raycl.config.run import LENIENT, TRAINED
@@ -130,6 +131,7 @@ def config_from_yaml(text: str, *, name: str = "the configuration", trained: boo
     runs can be resumed. With ``trained``, as to evaluate or show a run, it is dropped, and settings that exclude
     each other are accepted.
     """
+    check_type("the YAML", text, str)
     try:
         values = _read_yaml(text)
     except yaml.YAMLError as error:
@@ -176,6 +178,7 @@ def config_to_yaml(config: RunConfig, *, comments: bool = False) -> str:
 
     With ``comments``, each setting has one, the beginning of its documentation.
     """
+    check_type("config", config, RunConfig)
     values = active_settings(config)
     if not comments:
         return yaml.safe_dump(values, sort_keys=False)
@@ -221,7 +224,8 @@ def override(config: RunConfig, settings: Sequence[str] | Mapping[str, Any]) -> 
     return to their defaults. Raises ``ConfigError`` for an unknown key, a wrong type, an invalid value or a
     setting that would have no effect.
     """
-    pairs = list(settings.items() if isinstance(settings, Mapping) else map(parse_setting, settings))
+    check_type("config", config, RunConfig)
+    pairs = pairs_of(settings)
     values = config.model_dump(mode="json")
     for side in ("encoder", "text_encoder"):
         known = getattr(config, side).name
@@ -253,8 +257,20 @@ def differences(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any
     return {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
 
 
+def pairs_of(settings: Sequence[str] | Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return paths and values of settings; raises ``ConfigError`` for others than ``key.path=value`` or a mapping."""
+    if isinstance(settings, Mapping):
+        for path in settings:
+            check_type("a setting's path", path, str)
+        return list(settings.items())
+    if not isinstance(settings, Iterable):
+        raise ConfigError(f"settings must be a dict or a list of key.path=value, came {settings!r:.60}")
+    return list(map(parse_setting, [settings] if isinstance(settings, str) else settings))
+
+
 def parse_setting(setting: str) -> tuple[str, Any]:
     """Split ``key.path=value``; the value is YAML. Raises ``ConfigError``."""
+    check_type("a setting", setting, str)
     path, equals, value = setting.partition("=")
     if not equals or not path:
         raise ConfigError(

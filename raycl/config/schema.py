@@ -36,6 +36,11 @@ class Section(Displayable, BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
+    def __hash__(self) -> int:
+        # Equal sections have equal hashes without their dicts, such as encoder.kwargs, which have none.
+        values = (getattr(self, name) for name in type(self).model_fields)
+        return hash(tuple(value for value in values if not isinstance(value, dict)))
+
     def to_table(self) -> Table:
         """Return the settings that differ from the defaults; ``raycl.config_to_yaml`` has all."""
         facts = flatten(self.model_dump(mode="json", exclude_defaults=True))

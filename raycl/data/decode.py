@@ -18,7 +18,7 @@ from raycl.data.labels import are_numbers, class_names, distinct_labels
 from raycl.data.read_stats import ReadStats
 from raycl.data.sources import Fragment, RawRows, Source
 from raycl.data.split import Holdout, Keep
-from raycl.errors import InvalidValueError
+from raycl.errors import DataError, InvalidValueError
 from raycl.gpus import available_cores
 
 BLOCK_BYTES = 64 * 2**20
@@ -235,7 +235,8 @@ def classes_of(dataset: ray.data.Dataset, columns: ColumnNames) -> tuple[str, ..
 
 
 def columns_of(dataset: ray.data.Dataset, columns: ColumnNames) -> ColumnNames:
-    """Return the columns to read of a dataset; raises ``DataError`` if one is missing."""
+    """Return the columns to read of a dataset; raises ``DataError`` if one is missing, or there are no rows."""
     schema = dataset.schema()
-    names = [] if schema is None else list(schema.names)  # an empty dataset has no schema
-    return columns.found_in(names, where="the dataset")
+    if schema is None:
+        raise DataError("the Ray Dataset has no rows and no columns; give one with rows")
+    return columns.found_in(list(schema.names), where="the dataset")

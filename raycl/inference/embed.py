@@ -1,6 +1,5 @@
 """Embedding with Ray Data: tasks decode, a pool of actors runs the encoder. Small sets are embedded in this process."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, final
@@ -12,6 +11,7 @@ import ray
 import torch
 from torch import Tensor, nn
 
+from raycl.arguments import Address, as_address, check_type
 from raycl.data.codecs import Formats
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import Decoder, decode_dataset, decode_here, decode_source, decode_table
@@ -26,12 +26,11 @@ from raycl.gpus import check_gpu
 from raycl.inference.encoder import read_encoders
 from raycl.inference.index import write_index
 from raycl.inference.preflight import check_index, check_inputs
-from raycl.inference.reading import connect_unless_small, counting_decoder, report_unread
+from raycl.inference.reading import connect_unless_small, counted_rows, counting_decoder, report_unread
 from raycl.lease import writing_new
 from raycl.models.encoder_io import ImageEncoder, SavedEncoder, TextEncoder
 from raycl.models.registry import SideName, trusted_packages
 from raycl.ray_runtime import fetch_tables
-from raycl.training.coordinator import rows_in
 
 BATCH_SIZE = 256
 FILE = "part-0.parquet"  # of rows embedded in this process
@@ -40,9 +39,9 @@ BLOCK_ROWS = 4_096
 
 
 def embed_to_parquet(
-    run: str | os.PathLike[str],
-    data: str | os.PathLike[str],
-    output: str | os.PathLike[str],
+    run: Address,
+    data: Address,
+    output: Address,
     *,
     columns: ColumnNames | None = None,
     side: SideName = "query",
@@ -66,7 +65,9 @@ def embed_to_parquet(
     too many rows are invalid, which leaves nothing at the output.
     """
     check_index(index)
-    run, data, output = os.fspath(run), os.fspath(data), os.fspath(output)
+    check_type("columns", columns, ColumnNames, optional=True)
+    check_type("max_invalid_fraction", max_invalid_fraction, float)
+    run, data, output = as_address("run", run), as_address("data", data), as_address("output", output)
     check_inputs(run, side=side, data=[data], output=output, gpu=gpu, address=address)
     with writing_new(output) as place:
         (saved,) = read_encoders(run, [side], network=network)
@@ -90,7 +91,7 @@ def embed_to_parquet(
                 table = pa.concat_tables(embedded_tables(source, decoder, saved, encoder, network=network))
                 with (place / FILE).create() as stream:
                     pq.write_table(table, stream)
-            stats = rows_in(decoder.coordinator)
+            stats = counted_rows(decoder)
         if index is not None:  # not before the invalid rows are counted
             write_index(place, encoder.spec.representation_dim)
     return stats

@@ -1,10 +1,11 @@
 """The encoder of a run: the one it saved at its end, or the one in its last checkpoint."""
 
-import os
 from collections.abc import Collection, Sequence
 
 from torch import nn
 
+from raycl.arguments import Address, as_address, check_type
+from raycl.errors import ConfigError
 from raycl.inference.checkpoint_encoder import read_checkpoint_encoders
 from raycl.inference.preflight import has_checkpoint, has_encoder
 from raycl.models.encoder_io import ImageEncoder, SavedEncoder, TextEncoder, read_encoder
@@ -12,7 +13,7 @@ from raycl.models.registry import SideName, check_side
 
 
 def load_encoder(
-    uri: str | os.PathLike[str],
+    uri: Address,
     *,
     side: SideName = "query",
     network: nn.Module | None = None,
@@ -36,7 +37,7 @@ def load_encoder(
 
 
 def read_encoders(
-    uri: str | os.PathLike[str],
+    uri: Address,
     sides: Sequence[SideName],
     *,
     network: nn.Module | None = None,
@@ -45,6 +46,10 @@ def read_encoders(
     """Read the encoders of these sides, all from one checkpoint; arguments as in ``load_encoder``."""
     for side in sides:
         check_side(side)
-    if has_encoder(uri) or not has_checkpoint(uri):
-        return [read_encoder(str(uri), side=side) for side in sides]
-    return read_checkpoint_encoders(str(uri), sides, network=network, trusted=trusted)
+    check_type("network", network, nn.Module, optional=True)
+    if isinstance(trusted, str):
+        raise ConfigError(f"trusted must be a list of packages, came {trusted!r}; give [{trusted!r}]")
+    run = as_address("run", uri)
+    if has_encoder(run) or not has_checkpoint(run):
+        return [read_encoder(run, side=side) for side in sides]
+    return read_checkpoint_encoders(run, sides, network=network, trusted=trusted)

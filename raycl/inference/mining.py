@@ -1,6 +1,5 @@
 """Hard negatives: the documents nearest to each query that are not its positives."""
 
-import os
 import warnings
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from raycl.arguments import Address, as_address, check_type
 from raycl.data.columns import ColumnNames
 from raycl.data.matches import SPARE, Matches
 from raycl.errors import ConfigError, DataError
@@ -40,9 +40,9 @@ class Mined:
 
 
 def mine_negatives(
-    run: str | os.PathLike[str],
-    data: str | os.PathLike[str],
-    output: str | os.PathLike[str],
+    run: Address,
+    data: Address,
+    output: Address,
     *,
     num_negatives: int = 8,
     max_relative_score: float = 0.95,
@@ -67,7 +67,8 @@ def mine_negatives(
         DataError: A column is missing, no pair matches, or a repeated pair has several weights.
     """
     check_mining(num_negatives, max_relative_score)
-    run, data, output = os.fspath(run), os.fspath(data), os.fspath(output)
+    check_type("columns", columns, ColumnNames, optional=True)
+    run, data, output = as_address("run", run), as_address("data", data), as_address("output", output)
     check_inputs(run, data=[data], output=output, gpu=gpu, address=address)
     query_encoder, key_encoder = read_encoders(run, ["query", "key"])
     if query_encoder.takes_images:

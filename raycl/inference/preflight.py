@@ -1,9 +1,11 @@
 """Checks of commands on a trained run that need neither torch nor Ray."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 
+from raycl.arguments import check_type
+from raycl.data.columns import ColumnNames
 from raycl.data.sources import check_exists, check_output_is_outside
 from raycl.errors import ConfigError, StorageError, first_line
 from raycl.gpus import are_missing, check_gpu
@@ -49,17 +51,21 @@ def check_index(index: str | None) -> None:
             ) from error
 
 
-def check_options(measure: str, given: Iterable[str]) -> None:
-    """Raise ``ConfigError`` for an option that a measure does not have."""
+def check_options(measure: str, given: Mapping[str, object]) -> None:
+    """Raise ``ConfigError`` for an option that a measure does not have, or of another type."""
     known = {*MEASURES[measure], *_NOT_IN_SET.get(measure, ())}
     if unknown := sorted({*given} - known):
         raise ConfigError(
             f"evaluate {measure} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}"
         )
+    for name, kind in {**MEASURES[measure], "columns": ColumnNames}.items():
+        check_type(name, given.get(name), kind, optional=True)
 
 
 def check_mining(num_negatives: int, max_relative_score: float) -> None:
     """Raise ``ConfigError`` unless the number is positive and the fraction lies in (0, 1]."""
+    check_type("num_negatives", num_negatives, int)
+    check_type("max_relative_score", max_relative_score, float)
     if num_negatives < 1 or not 0 < max_relative_score <= 1:
         raise ConfigError(
             f"cannot mine {num_negatives} negatives below {max_relative_score:g} of the positive; give 1 or more, and a "
@@ -94,6 +100,8 @@ def check_inputs(
         DataError: A set does not exist.
     """
     check_side(side)
+    check_type("gpu", gpu, bool)
+    check_type("address", address, str, optional=True)
     if gpu and are_missing(address):
         check_gpu(0)
     if not (has_encoder(run) or has_checkpoint(run)):

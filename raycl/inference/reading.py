@@ -20,6 +20,7 @@ from raycl.data.decode import Decoder, decode_here, decode_source, row_error
 from raycl.data.ids import IdFormat
 from raycl.data.images import ImageFormat, InvalidImageError
 from raycl.data.in_memory import InMemoryDataset
+from raycl.data.read_stats import ReadStats
 from raycl.data.sources import Source, find_source
 from raycl.data.split import Keep
 from raycl.errors import DataError
@@ -69,6 +70,11 @@ def counting_decoder(
         with unwrap_ray_errors(), ProgressLine(title, rows_read(coordinator, num_rows), quiet=quiet):
             yield Decoder(formats=formats, coordinator=coordinator, keep=keep)
         rows_in(coordinator).check(max_invalid_fraction)
+
+
+def counted_rows(decoder: Decoder) -> ReadStats:
+    """Return the statistics of the rows that a decoder has read so far."""
+    return rows_in(decoder.coordinator)
 
 
 def read_images(

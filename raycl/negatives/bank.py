@@ -10,6 +10,7 @@ import numpy as np
 import ray
 from ray import exceptions
 
+from raycl.arguments import check_type
 from raycl.errors import ConfigError, RunError, first_line
 from raycl.negatives.actor import BankActor, MemoryBankActor, QueueActor
 from raycl.negatives.placement import (
@@ -277,6 +278,7 @@ def connect_bank(name: str, address: str | None = None) -> Bank:
         ConfigError: There is no such bank (the message lists the others), or no Ray to join, or several have the bank.
         RunError: The Ray or the bank does not answer.
     """
+    check_type("name", name, str)
     names = list_banks(ray_of_bank(name, address))
     if name not in names:
         those = f"the banks here are {', '.join(map(repr, names))}" if names else "no bank is here"

@@ -6,6 +6,7 @@ from typing import NamedTuple, final
 import numpy as np
 from numpy.typing import DTypeLike
 
+from raycl.arguments import check_type
 from raycl.errors import ConfigError
 from raycl.negatives.partition import fill_unknown, log_mean, moved_log
 from raycl.negatives.store import Negatives, State, checked, checked_ids, empty_rows, named, negatives_in
@@ -56,6 +57,10 @@ class MemoryBank:
         The rows are uniform on the sphere, a function of seed and slot. ``num_slots`` is the number
         of slots of the whole bank, by default up to the end of this shard.
         """
+        check_type("seed", seed, int)
+        check_type("momentum", momentum, float)
+        if kind not in tuple(_AVERAGES):
+            raise ConfigError(f"unknown kind {kind!r} of a bank; choose {' or '.join(_AVERAGES)}")
         if not 0 <= momentum < 1:
             raise ConfigError(f"the bank's momentum is not in [0, 1): it is {momentum:g}; the default is 0.5")
         self._samples = SampleIndex(sample_id)
@@ -114,6 +119,7 @@ class MemoryBank:
         same bank, to the last bit, in any order and however it is split, unless a call of another
         step comes in between. For this the bank keeps the rows of the latest step.
         """
+        check_type("step", step, int)
         rows, ids = checked(rows, sample_id, dim=self._rows.shape[1])
         positions, units = self._samples.positions_of(ids), self._average.prepare(rows)
         if step != self._latest_step:
@@ -130,6 +136,7 @@ class MemoryBank:
 
         Unlike ``update``, it keeps no rows of the step, so that one step may replace the whole bank.
         """
+        check_type("step", step, int)
         rows, ids = checked(rows, sample_id, dim=self._rows.shape[1])
         positions = self._samples.positions_of(ids)
         self._rows[positions], self._step[positions] = normalized(rows), step
@@ -275,6 +282,8 @@ def draw_slots(num_slots: int, num: int, *, seed: int, step: int) -> np.ndarray:
     It depends on its arguments only, so every worker draws the same slots. Their order is the same
     too, and not random. Raises ``ConfigError`` if ``num`` is below 0 or above ``num_slots``.
     """
+    check_type("num", num, int)
+    check_type("step", step, int)
     if not 0 <= num <= num_slots:
         raise ConfigError(
             f"cannot draw {num} slots of {num_slots} without replacement; ask for 0 to {num_slots} negatives"

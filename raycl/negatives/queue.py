@@ -6,8 +6,17 @@ from typing import final
 import numpy as np
 from numpy.typing import DTypeLike
 
+from raycl.arguments import check_type
 from raycl.errors import ConfigError, RunError
-from raycl.negatives.store import Negatives, State, checked, checked_ids, empty_rows, negatives_in
+from raycl.negatives.store import (
+    Negatives,
+    State,
+    checked,
+    checked_ids,
+    checked_steps,
+    empty_rows,
+    negatives_in,
+)
 
 
 @final
@@ -24,6 +33,7 @@ class KeyQueue:
 
     def __init__(self, capacity: int, dim: int, dtype: DTypeLike = np.float32) -> None:
         """Make an empty queue for rows [n, dim] of float32 or float16."""
+        check_type("capacity", capacity, int)
         if capacity < 1:
             raise ConfigError(f"a queue cannot keep {capacity} keys; give a capacity of at least 1")
         self._capacity, self._sequence = capacity, 0
@@ -49,7 +59,8 @@ class KeyQueue:
         Any n will do; if it exceeds ``capacity``, the last rows stay. The rows are stored as they
         come: the encoder normalizes them.
         """
-        self._write(Negatives(rows, sample_id, np.broadcast_to(step, len(rows))), self._sequence + len(rows))
+        new = Negatives(rows, sample_id, checked_steps(step, rows))
+        self._write(new, self._sequence + len(np.atleast_1d(rows)))
 
     def apply(self, delta: Negatives, sequence: int) -> None:
         """Store the answer of ``since`` of another queue with this capacity.

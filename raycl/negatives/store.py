@@ -7,6 +7,7 @@ from typing import final
 import numpy as np
 from numpy.typing import DTypeLike
 
+from raycl.arguments import check_type
 from raycl.errors import ConfigError
 
 State = dict[str, np.ndarray | int]
@@ -51,6 +52,7 @@ def empty_rows(num_rows: int, dim: int, dtype: DTypeLike) -> np.ndarray:
 
     Raises ``ConfigError`` if ``dim`` is below 1, or ``dtype`` neither float32 nor float16.
     """
+    check_type("dim", dim, int)
     if dim < 1:
         raise ConfigError(
             f"a store cannot keep rows of dim {dim}; give the dim of the embeddings, at least 1"
@@ -87,6 +89,17 @@ def checked(
             f"rows and sample ids do not match: {len(rows)} rows came with {len(ids)} ids; give an id for each row"
         )
     return np.ascontiguousarray(rows, dtype), ids
+
+
+def checked_steps(step: int | np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return the step of each row; raises ``ConfigError`` unless it is an integer, or integers [num_rows]."""
+    steps, expected = np.asarray(step), np.shape(rows)[:1]
+    if steps.dtype.kind not in "iu" or steps.shape not in ((), expected):
+        raise ConfigError(
+            f"the step is not an integer, or one for each row: it came as {steps.dtype} {list(steps.shape)}; "
+            f"give a number, or int64 {list(expected)}"
+        )
+    return np.broadcast_to(steps, expected)
 
 
 def checked_ids(sample_id: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from raycl.arguments import check_type
 from raycl.config import RunConfig
 from raycl.config.overrides import override, present_name
 from raycl.errors import ConfigError
@@ -46,6 +47,8 @@ def recipe(name: str, *, image_size: int = 224, gray: bool = False, on_cpu: bool
     encoder of small images by a smaller one with its crops and optimizer, ``gray`` the views of small photographs by
     those of glyphs; captioned images and other libraries ignore both. Raises ``ConfigError`` for an unknown name or an invalid size.
     """
+    check_type("recipe", name, str)
+    check_type("image_size", image_size, int)
     if new := present_name(f"recipe={name}"):
         raise ConfigError(f"unknown recipe {name!r}; it is now {new.removeprefix('recipe=')}")
     if ":" in name:
@@ -55,7 +58,7 @@ def recipe(name: str, *, image_size: int = 224, gray: bool = False, on_cpu: bool
         raise ConfigError(f"unknown recipe {name!r}; there are {', '.join(RECIPES)}, or give a .yaml file")
     if not 8 <= image_size <= 1024:
         raise ConfigError(f"image_size must be from 8 to 1024 pixels, got {image_size}")
-    config = RECIPES[name](image_size)
+    config = RECIPES[name](int(image_size))
     if config.data.kind != "image":
         return config
     config = for_cpu(config) if on_cpu else config

@@ -1,7 +1,6 @@
 """``raycl runs``: the runs below a folder. It imports neither torch, Ray nor raycl's configuration, to be fast."""
 
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +10,7 @@ from typing import Any, final
 import yaml
 from pyarrow import fs
 
+from raycl.arguments import Address, as_address
 from raycl.errors import DataError
 from raycl.lease import is_being_written
 from raycl.records import CONFIG, METRICS, RESULT, ROLLBACK, read_line
@@ -59,12 +59,12 @@ class RunSummary:
     num_damaged: int = 0
 
 
-def list_runs(folder: str | os.PathLike[str]) -> list[RunSummary]:
+def list_runs(folder: Address) -> list[RunSummary]:
     """Return the runs in a folder, local or on S3, and in the folders below it, up to three levels deep.
 
     Raises ``DataError`` if there is no such folder, and ``StorageError`` if one cannot be read.
     """
-    root = Place(absolute(folder))
+    root = Place(absolute(as_address("folder", folder)))
     if not root.is_folder():
         raise DataError(f"{root} is not a folder; give one that holds runs")
     found: list[tuple[Place, dict[str, fs.FileInfo]]] = []

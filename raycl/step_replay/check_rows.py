@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any, final
+from typing import final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from raycl.chain import hash_of_draw
 from raycl.data.fingerprint import fingerprint
+from raycl.data.in_memory import Batch
 from raycl.errors import ConfigError, DataError
 from raycl.step_replay.check_history import ChainedHistory, Check, checked
 from raycl.step_replay.find import drawn_batches
@@ -48,13 +50,13 @@ class DrawnRows:
                 bound.setdefault(link["step"], set()).add(link["drawn"])
         step, total, num_train = 0, 0, self._rows.num_train
         last = max(bound, default=0)
-        of_epoch: list[Any] = []
+        of_epoch: list[Batch] = []
         for position, batch in islice(drawn_batches(self._rows), last):
             if of_epoch and position.epoch_step == 0:
                 self.epochs.append(_counted(len(self.epochs), of_epoch, num_train))
                 of_epoch = []
             step, total = position.step + 1, (total + hash_of_draw(batch.sample_id, position.epoch)) % 2**64
-            of_epoch.append(batch.sample_id)
+            of_epoch.append(batch)
             if bound.get(step, {total}) != {total}:
                 raise DataError(
                     f"up to step {step:,} the run drew other samples than the order of its seed has: some were skipped, or "
@@ -65,16 +67,19 @@ class DrawnRows:
         if of_epoch:
             self.epochs.append(_counted(len(self.epochs), of_epoch, num_train))
         twice = sum(epoch["drawn_twice"] for epoch in self.epochs)
-        # By class, samples in memory are drawn with repetition, and two data sets may have equal ids.
-        by_class = self._history.run.config.data.samples_per_class is not None
-        is_once = self._history.run.streamed or (not by_class and len(self._rows.job.num_train) == 1)
+        # By class, samples in memory are drawn with repetition, and weights may repeat a data set in an epoch.
+        data = self._history.run.config.data
+        is_once = self._history.run.streamed or (data.samples_per_class is None and data.weights is None)
         if twice and is_once:
             raise DataError(f"{twice:,} samples were drawn twice in an epoch")
         drawn = sum(epoch["drawn"] for epoch in self.epochs)
         return f"{drawn:,} in {len(self.epochs)} epochs of {num_train:,} training samples, {twice:,} twice in an epoch"
 
 
-def _counted(epoch: int, batches: Sequence[Any], num_train: int) -> dict[str, int]:
-    ids = np.concatenate(batches)
-    distinct = len(np.unique(ids))
-    return {"epoch": epoch, "samples": num_train, "drawn": len(ids), "drawn_twice": len(ids) - distinct}
+def _counted(epoch: int, batches: Sequence[Batch], num_train: int) -> dict[str, int]:
+    by_data_set: dict[int, list[NDArray[np.int64]]] = {}  # two data sets may have equal ids
+    for batch in batches:
+        by_data_set.setdefault(batch.data_set, []).append(batch.sample_id)
+    drawn = sum(map(len, batches))
+    distinct = sum(len(np.unique(np.concatenate(ids))) for ids in by_data_set.values())
+    return {"epoch": epoch, "samples": num_train, "drawn": drawn, "drawn_twice": drawn - distinct}

@@ -1,8 +1,8 @@
 """Export: write an encoder for other packages."""
 
-import os
 from typing import Literal
 
+from raycl.arguments import Address, as_address
 from raycl.errors import ConfigError
 from raycl.inference.encoder import read_encoders
 from raycl.inference.export.onnx import GRAPH, onnx_files
@@ -18,8 +18,8 @@ Package = Literal["sentence_transformers", "torchvision", "timm", "onnx"]
 
 
 def export_encoder(
-    run: str | os.PathLike[str],
-    output: str | os.PathLike[str],
+    run: Address,
+    output: Address,
     *,
     side: SideName = "query",
     to: Package | None = None,
@@ -40,7 +40,7 @@ def export_encoder(
     represent, such as your own network; nothing is written then.
     """
     check_package(to)
-    run, output = os.fspath(run), os.fspath(output)
+    run, output = as_address("run", run), as_address("output", output)
     check_inputs(run, side=side, output=output)
     (saved,) = read_encoders(run, [side])
     if saved.spec.name == OWN:
