@@ -23,7 +23,7 @@ from raycl.recipes import recipe
 from raycl.tokenization import Vocabulary
 from raycl.training.stages import stage_plans
 from raycl.training.step import train_step
-from raycl.training.stores import NoStore
+from raycl.training.stores import Store
 from raycl.training.train_state import EmbedConfig, TrainState
 from raycl.training.views import Views
 
@@ -109,7 +109,7 @@ def losses_here(config: RunConfig) -> list[float]:
         objective = state.objective(config, stage, hinge_weight=0.0)
         output = train_step(
             state,
-            NoStore(),
+            Store(),
             objective,
             Views(view_a=view_a, view_b=view_b, sample_id=torch.from_numpy(ids), ids=ids),
             step=step,
