@@ -63,6 +63,24 @@ class Everyone(NamedTuple):
     offset: int  # the index of this worker's first sample
 
 
+class ViewBatch(NamedTuple):
+    """The views of this worker's samples, [local_batch, dim] each, and of all workers unless it is the only one."""
+
+    views: Sequence[Tensor]
+    ids: Tensor | None  # [local_batch], of the samples, or their labels
+    everyone: Everyone | None = None
+    weight: Tensor | None = None  # [local_batch], of the samples in the mean
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples of all workers."""
+        if self.everyone is None:
+            return len(self.views[0])
+        if self.everyone.views is not None:
+            return len(self.everyone.views[0])
+        return num_workers() * len(self.views[0])
+
+
 class Layout(NamedTuple):
     """The rows, ``num_views`` * ``local_batch``, and the columns, ``num_views`` * ``batch``."""
 
@@ -146,29 +164,26 @@ def check_views(views: Sequence[Tensor], id_name: str, ids: Tensor | None) -> No
 
 
 def softmax_of_views(
-    views: Sequence[Tensor],
-    sample_id: Tensor | None,
-    everyone: Everyone | None,
+    batch: ViewBatch,
     *,
     temperature: float | Tensor,
     row_loss: RowLoss = cross_entropy,
     positives: PositivesOf = OtherViews,
-    weight: Tensor | None = None,
 ) -> Tensor:
-    """Return the mean of ``row_loss`` over all views [local_batch, dim] of this worker, which are checked.
+    """Return the mean of ``row_loss`` over all views of this worker, which are checked.
 
-    The rows of a sample have its ``weight``, [local_batch]. Rows with equal ids, this worker's ``sample_id`` and
-    those of ``everyone``, are not negatives. With a ring it is collective, in the forward pass only: every worker
-    must scale the loss equally.
+    Rows with equal ids, of this worker and of everyone, are not negatives. With a ring it is collective, in the forward
+    pass only: every worker must scale the loss equally.
     """
+    views, sample_id, everyone, weight = batch
     rows = working_precision(_joined(views))
     temperature = checked_temperature(temperature, rows)
     gathered = None if everyone is None else everyone.views
-    batch, offset = len(views[0]), 0
+    num_columns, offset = len(views[0]), 0
     if everyone is not None and gathered is not None:
-        batch, offset = len(gathered[0]), everyone.offset
+        num_columns, offset = len(gathered[0]), everyone.offset
     comparison = _Comparison(
-        layout=Layout(len(views), len(views[0]), batch, offset),
+        layout=Layout(len(views), len(views[0]), num_columns, offset),
         sample_id=sample_id,
         all_ids=sample_id if everyone is None else everyone.ids,
         row_loss=weighted(row_loss, None if weight is None else weight.repeat(len(views))),
@@ -317,7 +332,7 @@ class ViewsObjective(ABC):
         assert key is not None, "the configuration gives the loss two views"
         views, own = (query, *key.split(len(query))), ids.query if self.id_name == "sample_id" else ids.label
         assert own is not None, "the configuration gives the loss labels"
-        return self.loss(views, own, over_workers(views, own), checked_weight(ids.weight, query))
+        return self.loss(ViewBatch(views, own, over_workers(views, own), checked_weight(ids.weight, query)))
 
     def checked_loss(
         self,
@@ -338,23 +353,17 @@ class ViewsObjective(ABC):
         if all(each is None for each in gathered.values()):
             check_not_given(name, gathered_ids, next(iter(gathered)))
             check_offset(offset, len(views[0]), len(views[0]))
-            return self.loss(views, ids, None, weight)
+            return self.loss(ViewBatch(views, ids, None, weight))
         sides = zip(views, gathered.values(), strict=True)
         given = checked_gathered(**dict(zip(gathered, sides, strict=True)))
         check_offset(offset, len(views[0]), len(given[0]))
         matched = checked_ids((self.id_name, ids), (name, gathered_ids), len(given[0]))
         everyone = Everyone(given, None if matched is None else matched[1], offset)
-        return self.loss(views, ids, everyone, weight)
+        return self.loss(ViewBatch(views, ids, everyone, weight))
 
     @abstractmethod
-    def loss(
-        self,
-        views: Sequence[Tensor],
-        ids: Tensor | None,
-        everyone: Everyone | None,
-        weight: Tensor | None,
-    ) -> Tensor:
-        """Return the loss of checked views, given this worker's ids and the weights of its samples."""
+    def loss(self, batch: ViewBatch) -> Tensor:
+        """Return the loss of checked views."""
 
     @abstractmethod
     def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
