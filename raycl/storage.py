@@ -7,6 +7,7 @@ The usual AWS variables set custom S3 endpoints and credentials (``AWS_ENDPOINT_
 import contextlib
 import errno
 import io
+import json
 import os
 import posixpath
 import re
@@ -357,6 +358,15 @@ def absolute(uri: str | os.PathLike[str]) -> str:
     """Make a local path absolute: Ray's processes run in other folders."""
     text = os.fspath(uri)
     return text if "://" in text else str(Path(text).expanduser().absolute())
+
+
+def parse_object(text: str | bytes) -> dict[str, Any] | None:
+    """Return the object in a text of JSON, None if the text is damaged or has another value."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def is_unreachable(error: OSError) -> bool:
