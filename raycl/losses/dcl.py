@@ -73,9 +73,9 @@ def dcl(
 def _weights(batch: ViewBatch, sigma: float) -> Tensor:
     """Return the weight of each sample's positives, [local_batch]; collective with a ring."""
     own = of_all = _similarity(*batch.views)
-    if batch.everyone is not None:
-        gathered = batch.everyone.views
-        of_all = gather_detached(own) if gathered is None else _similarity(*gathered)
+    if batch.gathered is not None:
+        views = batch.gathered.views
+        of_all = gather_detached(own) if views is None else _similarity(*views)
     log_mean = (of_all / sigma).logsumexp(0) - math.log(len(of_all))
     return 2 - (own / sigma - log_mean).exp()
 

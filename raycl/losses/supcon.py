@@ -72,12 +72,12 @@ class _ClassMeans:
 
     def __init__(self, rows: Tensor, columns: Tensor | None, layout: Layout, *, batch: ViewBatch) -> None:
         """Sum the views of each class of this worker; collective if the columns pass around a ring."""
-        _, label, everyone, weight = batch
+        _, label, gathered, weight = batch
         assert label is not None, "labels are required"
         self._rows, self._layout = rows.unflatten(0, (layout.num_views, -1)), layout
         labels, first, size = label, 0, len(label)
-        if everyone is not None and everyone.ids is not None:
-            labels, first = everyone.ids, everyone.offset
+        if gathered is not None and gathered.ids is not None:
+            labels, first = gathered.ids, gathered.offset
         ordered = label.sort().values
         place = torch.searchsorted(ordered, labels).clamp(max=size - 1)
         # The place of the class of each sample; the last one is for classes of other workers.

@@ -52,7 +52,7 @@ from raycl.losses.tiled import (
 )
 
 
-class Everyone(NamedTuple):
+class GatheredViews(NamedTuple):
     """The views of all workers, [batch, dim] each, and the ids of their samples, [batch].
 
     ``views`` is None if the views pass around a ring instead of being gathered.
@@ -68,16 +68,16 @@ class ViewBatch(NamedTuple):
 
     views: Sequence[Tensor]
     ids: Tensor | None  # [local_batch], of the samples, or their labels
-    everyone: Everyone | None = None
+    gathered: GatheredViews | None = None
     weight: Tensor | None = None  # [local_batch], of the samples in the mean
 
     @property
     def num_samples(self) -> int:
         """The number of samples of all workers."""
-        if self.everyone is None:
+        if self.gathered is None:
             return len(self.views[0])
-        if self.everyone.views is not None:
-            return len(self.everyone.views[0])
+        if self.gathered.views is not None:
+            return len(self.gathered.views[0])
         return num_workers() * len(self.views[0])
 
 
@@ -172,28 +172,28 @@ def softmax_of_views(
 ) -> Tensor:
     """Return the mean of ``row_loss`` over all views of this worker, which are checked.
 
-    Rows with equal ids, of this worker and of everyone, are not negatives. With a ring it is collective, in the forward
-    pass only: every worker must scale the loss equally.
+    Rows of all workers with equal ids are not negatives. With a ring it is collective, in the forward pass only: every
+    worker must scale the loss equally.
     """
-    views, sample_id, everyone, weight = batch
+    views, sample_id, gathered, weight = batch
     rows = working_precision(_joined(views))
     temperature = checked_temperature(temperature, rows)
-    gathered = None if everyone is None else everyone.views
+    columns = None if gathered is None else gathered.views
     num_columns, offset = len(views[0]), 0
-    if everyone is not None and gathered is not None:
-        num_columns, offset = len(gathered[0]), everyone.offset
+    if gathered is not None and columns is not None:
+        num_columns, offset = len(columns[0]), gathered.offset
     comparison = _Comparison(
         layout=Layout(len(views), len(views[0]), num_columns, offset),
         sample_id=sample_id,
-        all_ids=sample_id if everyone is None else everyone.ids,
+        all_ids=sample_id if gathered is None else gathered.ids,
         row_loss=weighted(row_loss, None if weight is None else weight.repeat(len(views))),
         positives=positives,
     )
-    if everyone is None:
-        return fused(comparison.with_themselves, rows, temperature)
     if gathered is None:
+        return fused(comparison.with_themselves, rows, temperature)
+    if columns is None:
         return fused(comparison.by_ring, rows, temperature)
-    return fused(comparison.with_columns, rows, _joined(gathered).to(rows), temperature)
+    return fused(comparison.with_columns, rows, _joined(columns).to(rows), temperature)
 
 
 def _joined(views: Sequence[Tensor]) -> Tensor:
@@ -310,14 +310,14 @@ class _Comparison:
         return FalseNegativeMask((ids, ids), of_rows, of_columns, row_blocks=blocks, num_own=count)
 
 
-def over_workers(views: Sequence[Tensor], ids: Tensor) -> Everyone | None:
+def over_workers(views: Sequence[Tensor], ids: Tensor) -> GatheredViews | None:
     """Gather the views of all workers, or only their ids if the views are too large; None for one worker."""
     if num_workers() == 1:
         return None
     all_views = None
     if not exceeds_gather_limit(*views):
         all_views = gather(torch.stack(list(views), dim=1)).unbind(1)
-    return Everyone(all_views, gather_detached(ids), rank() * len(ids))
+    return GatheredViews(all_views, gather_detached(ids), rank() * len(ids))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,8 +358,8 @@ class ViewsObjective(ABC):
         given = checked_gathered(**dict(zip(gathered, sides, strict=True)))
         check_offset(offset, len(views[0]), len(given[0]))
         matched = checked_ids((self.id_name, ids), (name, gathered_ids), len(given[0]))
-        everyone = Everyone(given, None if matched is None else matched[1], offset)
-        return self.loss(ViewBatch(views, ids, everyone, weight))
+        of_all = GatheredViews(given, None if matched is None else matched[1], offset)
+        return self.loss(ViewBatch(views, ids, of_all, weight))
 
     @abstractmethod
     def loss(self, batch: ViewBatch) -> Tensor:
