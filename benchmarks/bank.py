@@ -28,6 +28,7 @@ from training_steps import SMALL
 
 from raycl.config import RunConfig
 from raycl.config.overrides import override
+from raycl.losses.example_ids import ExampleIds
 from raycl.models.build import build_towers
 from raycl.negatives import MemoryBank
 from raycl.negatives.bank import Bank
@@ -85,7 +86,14 @@ def batches(num_samples: int) -> Iterator[Views]:
         coming.append(rng.choice(num_samples, BATCH, replace=False))
         ids = coming.pop(0)
         sample_id = torch.from_numpy(ids)
-        yield Views(view_a=view_a, view_b=view_b, sample_id=sample_id, ids=ids, next_ids=tuple(coming))
+        yield Views(
+            view_a=view_a,
+            view_b=view_b,
+            sample_id=sample_id,
+            ids=ids,
+            example_ids=ExampleIds(query=sample_id, key=sample_id),
+            next_ids=tuple(coming),
+        )
 
 
 def compare_steps(method: str, bank: Bank, sample_id: np.ndarray, options: argparse.Namespace) -> list[Line]:

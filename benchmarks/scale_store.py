@@ -23,6 +23,7 @@ from measuring import Line, make_parser, report, table
 from scale_clients import Work
 from torch import Tensor
 
+from raycl.losses.example_ids import ExampleIds
 from raycl.negatives import rpc
 from raycl.negatives.actor import MemoryBankActor
 from raycl.negatives.bank import Bank
@@ -82,9 +83,14 @@ def measure_store(bank: Bank, work: Work, rank: int, *, num_steps: int, pause_s:
         own = [_own(work, rank, step) for step in range(num_steps + 2)]
         for step in range(num_steps):
             next_ids = tuple(own[step + 1 : step + 3])
-            ids = own[step]
+            sample_id = torch.from_numpy(own[step])
             views = Views(
-                view_a=rows, view_b=None, sample_id=torch.from_numpy(ids), ids=ids, next_ids=next_ids
+                view_a=rows,
+                view_b=None,
+                sample_id=sample_id,
+                ids=own[step],
+                example_ids=ExampleIds(query=sample_id, key=sample_id),
+                next_ids=next_ids,
             )
             before = _clocks(client)
             store.fetch(views, step=step)

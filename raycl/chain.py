@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from raycl.errors import DataError
 from raycl.splitmix import INCREMENT, mix
-from raycl.storage import Place
+from raycl.storage import Place, parse_object
 
 CHAIN = "chain.jsonl"
 DAMAGED = "chain.damaged.jsonl"
@@ -54,7 +54,7 @@ def read_chain(output: Place) -> list[dict[str, Any]]:
     place, previous = output / CHAIN, _FIRST
     links: list[dict[str, Any]] = []
     for number, line in enumerate(place.read_text().splitlines() if place.exists() else (), 1):
-        link = _parsed(line)
+        link = parse_object(line) or {}
         if link.get("previous") != previous or link.get("hash") != _hash_of(link):
             raise DataError(f"link {number} of {place} was changed, or links before it are missing")
         links.append(link)
@@ -144,14 +144,6 @@ def hash_of_draw(sample_id: NDArray[np.int64], epoch: int) -> int:
     with np.errstate(over="ignore"):
         bits = sample_id.astype(np.uint64) * np.uint64(INCREMENT) + mix(np.uint64(epoch + 1))
         return int(mix(mix(bits)).sum(dtype=np.uint64))
-
-
-def _parsed(line: str) -> dict[str, Any]:
-    try:
-        link = json.loads(line)
-    except ValueError:
-        return {}
-    return link if isinstance(link, dict) else {}
 
 
 def _hash_of(link: Mapping[str, Any]) -> str:

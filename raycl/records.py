@@ -10,7 +10,7 @@ from typing import Any, final
 
 from raycl.chain import LogHash
 from raycl.errors import DataError, StorageError
-from raycl.storage import Place
+from raycl.storage import Place, parse_object
 
 CONFIG = "config.yaml"
 DATA = "data.json"
@@ -184,6 +184,17 @@ def read_result(output: Place) -> dict[str, Any]:
     return with_new_names(json.loads((output / RESULT).read_text()))
 
 
+def read_object(place: Place, *, remedy: str = "") -> dict[str, Any]:
+    """Return the object in a file of JSON; raises ``DataError``, which ends with the remedy, if the file is damaged."""
+    try:
+        found = json.loads(place.read_text())
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds a {type(found).__name__} instead of an object")
+    except ValueError as error:
+        raise DataError(f"{place} is damaged: {error}{remedy}") from None
+    return found
+
+
 def _is_full(error: BaseException | None) -> bool:
     """Whether the disk or the user's quota is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -274,13 +285,7 @@ def _read_list(folder: Place) -> dict[str, Any]:
 
 def _read(place: Place) -> dict[str, Any] | None:
     """Return the parsed content, or None if the file is missing or truncated."""
-    if not place.exists():
-        return None
-    try:
-        found = json.loads(place.read_text())
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
+    return parse_object(place.read_text()) if place.exists() else None
 
 
 def _without_deleted(listed: dict[str, Any], folder: Place) -> dict[str, Any]:

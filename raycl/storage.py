@@ -7,6 +7,7 @@ The usual AWS variables set custom S3 endpoints and credentials (``AWS_ENDPOINT_
 import contextlib
 import errno
 import io
+import json
 import os
 import posixpath
 import re
@@ -22,7 +23,6 @@ from typing import Any, TypeVar, final
 import pyarrow as pa
 from pyarrow import fs
 
-from raycl.address import check_address
 from raycl.errors import ConfigError, DataError, StorageError, first_line
 
 # Attempts per S3 request. Retries start at once, then after 50 ms, then double the wait: 102 s in all,
@@ -32,6 +32,8 @@ MAX_ATTEMPTS = 16  # 14 minutes of retries
 CONNECT_TIMEOUT_S = 10.0
 REQUEST_TIMEOUT_S = 30.0  # without a byte; pyarrow's default of 3 s is too short for a server under load
 Result = TypeVar("Result")
+_SECRET = re.compile(r"://[^/@]*:[^/@]*@")
+_BUCKET = re.compile(r"s3://([^/?@]*@)?[^/?@]")
 _PICKLED = "ray.data.arrow_pickled_object"
 _DENIED = re.compile(r"AWS Error ACCESS_DENIED|HTTP status 403")
 _UNREADABLE_REFUSAL = re.compile("flush response stream")
@@ -82,7 +84,7 @@ class Place:
         return posixpath.basename(self.path or self._split()[0].rstrip("/"))
 
     def resolve(self) -> tuple[fs.FileSystem, str]:
-        """Return the filesystem and the path in it; raises as :func:`~raycl.address.check_address` does."""
+        """Return the filesystem and the path in it; raises as :func:`check_address` does."""
         if self.is_local:  # not cached: a relative path is another place in another working folder
             filesystem, path = fs.LocalFileSystem(), absolute(self.root)
         else:
@@ -353,10 +355,34 @@ class _VerifiedReader(io.RawIOBase):
             raise
 
 
+def check_address(uri: str) -> None:
+    """Raise ``StorageError`` unless it is a local path or has a bucket of S3, ``ConfigError`` if it has credentials."""
+    if "://" not in uri:
+        return
+    if _SECRET.search(uri):
+        raise ConfigError(
+            f"the address {_SECRET.sub('://***@', uri)!r} contains credentials, which would be written to files and "
+            "logs; remove them, and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        )
+    if not _BUCKET.match(uri):
+        scheme = uri.partition("://")[0]
+        wrong = "it has no bucket" if scheme == "s3" else f"raycl does not support {scheme}://"
+        raise StorageError(f"cannot use the address {uri!r}: {wrong}; give a local path or s3://bucket/path")
+
+
 def absolute(uri: str | os.PathLike[str]) -> str:
     """Make a local path absolute: Ray's processes run in other folders."""
     text = os.fspath(uri)
     return text if "://" in text else str(Path(text).expanduser().absolute())
+
+
+def parse_object(text: str | bytes) -> dict[str, Any] | None:
+    """Return the object in a text of JSON, None if the text is damaged or has another value."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def is_unreachable(error: OSError) -> bool:

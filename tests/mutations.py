@@ -399,9 +399,9 @@ MUTATIONS = [
     ),
     Mutation(
         "the global loss of a ring counts this worker's negatives only",
-        "raycl/losses/gcl.py",
-        "    return num_workers() * len(views[0])",
-        "    return len(views[0])",
+        "raycl/losses/views.py",
+        "        return num_workers() * len(self.views[0])",
+        "        return len(self.views[0])",
         "tests/workers/test_objectives.py",
     ),
     Mutation(

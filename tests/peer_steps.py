@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from raycl.config import RunConfig
 from raycl.config.overrides import override
+from raycl.losses.example_ids import ExampleIds
 from raycl.models.build import build_towers
 from raycl.recipes import recipe
 from raycl.tokenization import Vocabulary
 from raycl.training.stages import stage_plans
 from raycl.training.step import train_step
-from raycl.training.stores import NoStore
+from raycl.training.stores import Store
 from raycl.training.train_state import EmbedConfig, TrainState
 from raycl.training.views import Views
 
@@ -106,12 +107,14 @@ def losses_here(config: RunConfig) -> list[float]:
     losses = []
     for step, (view_a, view_b) in enumerate(batches(config)):
         ids = np.arange(len(view_a)) + step * len(view_a)
+        sample_id = torch.from_numpy(ids)
+        example_ids = ExampleIds(query=sample_id, key=sample_id)
         objective = state.objective(config, stage, hinge_weight=0.0)
         output = train_step(
             state,
-            NoStore(),
+            Store(),
             objective,
-            Views(view_a=view_a, view_b=view_b, sample_id=torch.from_numpy(ids), ids=ids),
+            Views(view_a=view_a, view_b=view_b, sample_id=sample_id, ids=ids, example_ids=example_ids),
             step=step,
             learning_rate=plan.learning_rate(step),
             momentum=0.0,

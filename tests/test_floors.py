@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "raycl"
 LAYERS = (  # lowest first; packages in the same layer do not import each other
     {"errors", "display", "eager_torch", "loss_specs", "splitmix"},
-    {"address", "arguments", "gpus"},
+    {"arguments", "gpus"},
     {"ray_runtime", "storage", "distributed.shared_memory", "tokenization", "tracking.prometheus"},
     {"chain"},
     {"records", "provenance", "embedding_snapshot"},
@@ -36,7 +36,6 @@ LAYERS = (  # lowest first; packages in the same layer do not import each other
 LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
 LOWEST = {
     "errors",
-    "address",
     "gpus",
     "display",
     "splitmix",

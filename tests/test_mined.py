@@ -37,7 +37,7 @@ from raycl.training.corpus import Built, Corpus, build_corpus
 from raycl.training.driver import check_cluster
 from raycl.training.encoder_pool import Encoded
 from raycl.training.mined import MinedNegatives, MinedTable
-from raycl.training.miner import CorpusEncoder, Miner, News, Rows, Search
+from raycl.training.miner import CorpusEncoder, Miner, MinerUpdate, Rows, Search
 from raycl.training.mining import MinerClient, document_bank_spec, start_miner
 from raycl.training.transforms import PairTransform
 from tests.pairs import clicks, rows_of, small_config, vocabulary
@@ -257,7 +257,7 @@ class LocalPool:
 def newest_table(miner: Miner, group: str, version: str = "") -> MinedTable:
     """Wait for a table other than this version."""
     deadline = time.monotonic() + 60
-    while (table := miner.news(group, version).table) is None:
+    while (table := miner.update_for(group, version).table) is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return table
@@ -281,13 +281,13 @@ def test_a_miner_mines_with_the_newest_weights_of_the_latest_group_and_waits_for
     bank: Any = LocalBank(built.corpus.bank_id)
     local: Any = pool
     miner = Miner(CONFIG.negatives.mined, *built, bank, built.corpus.bank_id, local, notices)
-    assert miner.news("first", "").table is None
+    assert miner.update_for("first", "").table is None
     miner.publish("first", 40, weights[0])
     first = newest_table(miner, "first")
     np.testing.assert_array_equal(first.document, expected[0])
     assert (first.query_step, set(first.step[first.document >= 0])) == (40, {40})
-    assert miner.news("first", first.version).table is None
-    assert miner.news("second", "").table is None
+    assert miner.update_for("first", first.version).table is None
+    assert miner.update_for("second", "").table is None
     miner.publish("second", 20, weights[1])  # it resumes before the weights of the first one
     second = newest_table(miner, "second")
     np.testing.assert_array_equal(second.document, expected[1])
@@ -512,7 +512,7 @@ def test_a_step_never_waits_for_the_miner_and_survives_its_death(monkeypatch: py
     mined, miner, network = negatives_of(corpus, None), MagicMock(), towers()
     client = MinerClient(miner, mined, refresh=5, device=torch.device("cpu"))
     tables = [replace(any_table(corpus, known), version=f"{known}") for known in (5, 6)]
-    miner.news.remote.return_value = News("first", tables[0])
+    miner.update_for.remote.return_value = MinerUpdate("first", tables[0])
     client.publish(0, network)
     group, step, weights = miner.publish.remote.call_args.args
     assert step == 0
@@ -523,17 +523,17 @@ def test_a_step_never_waits_for_the_miner_and_survives_its_death(monkeypatch: py
     client.after_step(5, network)
     np.testing.assert_array_equal(mined.table.document, tables[0].document)  # type: ignore[union-attr]
     assert miner.publish.remote.call_args.args[:2] == (group, 5)
-    assert miner.news.remote.call_args.args == (group, "5")
+    assert miner.update_for.remote.call_args.args == (group, "5")
     local.is_fast = False
     for step in range(6, 11):
         client.after_step(step, network)
     assert miner.publish.remote.call_args.args[1] == 5  # those weights are still on their way
     local.is_fast = True
-    miner.news.remote.return_value = ActorDiedError()
+    miner.update_for.remote.return_value = ActorDiedError()
     for step in range(11, 16):
         client.after_step(step, network)
     np.testing.assert_array_equal(mined.table.document, tables[0].document)  # type: ignore[union-attr]
-    miner.news.remote.return_value = News("second", tables[1])
+    miner.update_for.remote.return_value = MinerUpdate("second", tables[1])
     for step in range(16, 21):
         client.after_step(step, network)
     np.testing.assert_array_equal(mined.table.document, tables[1].document)  # type: ignore[union-attr]

@@ -31,7 +31,7 @@ from raycl.training.encoder_pool import Encoded
 from raycl.training.growing_corpus import GrowingCorpus, table_of_bytes
 from raycl.training.job import Job
 from raycl.training.mined import MinedNegatives, MinedTable
-from raycl.training.miner import CorpusEncoder, Growth, Miner, News
+from raycl.training.miner import CorpusEncoder, CorpusUpdate, Miner, MinerUpdate
 from raycl.training.mining import MinerClient
 from raycl.training.preflight import column_names
 from raycl.training.transforms import Transform, build_transform
@@ -109,9 +109,9 @@ def trained(name: str) -> Any:
     return build_towers(config_of(name), vocabulary()).eval()
 
 
-def corpus_of(growth: Growth | None) -> Corpus:
-    assert growth is not None
-    return Corpus.from_bytes(growth.corpus)
+def corpus_of(corpus_update: CorpusUpdate | None) -> Corpus:
+    assert corpus_update is not None
+    return Corpus.from_bytes(corpus_update.corpus)
 
 
 def by_text(corpus: Corpus, table: MinedTable, number: int, place: int = 0) -> list[int]:
@@ -167,13 +167,13 @@ def connected(names: list[tuple[str, str]]) -> list[int]:
 
 def mined_by(
     miner: Miner, name: str, network: Any, tables: list[pa.Table], step: int, version: str = ""
-) -> News:
-    """Let a miner have these rows and weights, and return its next news."""
+) -> MinerUpdate:
+    """Let a miner have these rows and weights, and return its next update."""
     for table in tables:
         miner.add(table)
     miner.publish("group", step, numpy_weights(network))
     newest_table(miner, "group", version)
-    return miner.news("group", version)
+    return miner.update_for("group", version)
 
 
 def test_a_stream_of_pairs_is_searched_as_far_as_it_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_a_stream_of_pairs_is_searched_as_far_as_it_was_read(monkeypatch: pytest
     order = np.random.default_rng(0).permutation(NUM_ROWS)
     miner = miner_of("two_tower")
     first = mined_by(miner, "two_tower", network, [some(rows, order[:20])], 10)
-    corpus = corpus_of(first.growth)
+    corpus = corpus_of(first.corpus_update)
     expected = plain_pairs(trained("two_tower"), order[:20].tolist())
     assert {number: by_text(corpus, first.table, number) for number in expected} == expected  # type: ignore[arg-type]
     assert first.num_rows == 20
@@ -191,31 +191,31 @@ def test_a_stream_of_pairs_is_searched_as_far_as_it_was_read(monkeypatch: pytest
     # Rows that come again, within a message or in a later one, are known.
     again = [some(rows, [*order[10:30], *order[15:40]]), some(rows, order)]
     second = mined_by(miner, "two_tower", network.float(), again, 20, first.table.version)  # type: ignore[union-attr]
-    corpus = corpus_of(second.growth)
+    corpus = corpus_of(second.corpus_update)
     expected = plain_pairs(trained("two_tower"), order.tolist())
     assert {number: by_text(corpus, second.table, number) for number in expected} == expected  # type: ignore[arg-type]
     assert second.num_rows == NUM_ROWS
     assert second.table is not None
     # With the corpus of its last table, a client gets the next table alone.
     third = mined_by(miner, "two_tower", network, [], 30, second.table.version)
-    miner_news = miner.news("group", second.table.version, corpus.key)
-    assert third.growth is not None
-    assert miner_news.growth is None
-    np.testing.assert_array_equal(miner_news.table.document, second.table.document)  # type: ignore[union-attr]
+    unchanged = miner.update_for("group", second.table.version, corpus.key)
+    assert third.corpus_update is not None
+    assert unchanged.corpus_update is None
+    np.testing.assert_array_equal(unchanged.table.document, second.table.document)  # type: ignore[union-attr]
 
 
 def test_the_first_sentence_of_each_row_of_a_stream_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(miner_module, "_RETRY_S", 0.01)
     rows, texts = rows_of_stream("simcse"), VALUES["simcse"]["text"]
     order = np.random.default_rng(0).permutation(NUM_ROWS)
-    news = mined_by(miner_of("simcse"), "simcse", trained("simcse"), [some(rows, order)], 10)
-    corpus, names = corpus_of(news.growth), text_ids("simcse", texts)
-    assert news.table is not None
+    update = mined_by(miner_of("simcse"), "simcse", trained("simcse"), [some(rows, order)], 10)
+    corpus, names = corpus_of(update.corpus_update), text_ids("simcse", texts)
+    assert update.table is not None
     assert {names[each] for each in corpus.document.text_id.tolist()} == {row[0] for row in texts}
     expected = plain_first_sentences(texts, trained("simcse"))
     for number, row in enumerate(texts):
         for place, text in enumerate(row):
-            got = [names[each] for each in by_text(corpus, news.table, number, place)]
+            got = [names[each] for each in by_text(corpus, update.table, number, place)]
             assert got == expected[text, row[0]], (number, place)
 
 
@@ -250,7 +250,7 @@ def test_a_miner_waits_for_more_rows_than_candidates(monkeypatch: pytest.MonkeyP
         while miner._in_use is not miner._published:
             time.sleep(0.01)
     time.sleep(0.2)
-    assert miner.news("group", "").table is None
+    assert miner.update_for("group", "").table is None
     assert not miner._coordinator.mock_calls
     assert mined_by(miner, "simcse", network, [some(rows, range(10, 20))], 7).table is not None
 
@@ -261,10 +261,10 @@ def test_rows_in_the_bank_that_a_miner_does_not_know_are_no_negatives(
     monkeypatch.setattr(miner_module, "_RETRY_S", 0.01)
     rows, network, bank = rows_of_stream("two_tower"), trained("two_tower"), LocalBank(np.arange(NUM_ROWS))
     mined_by(miner_of("two_tower", bank), "two_tower", network, [some(rows, range(NUM_ROWS))], 10)
-    news = mined_by(miner_of("two_tower", bank), "two_tower", network, [some(rows, range(15))], 20)
-    corpus = corpus_of(news.growth)
+    update = mined_by(miner_of("two_tower", bank), "two_tower", network, [some(rows, range(15))], 20)
+    corpus = corpus_of(update.corpus_update)
     expected = plain_pairs(trained("two_tower"), list(range(15)))
-    assert {number: by_text(corpus, news.table, number) for number in expected} == expected  # type: ignore[arg-type]
+    assert {number: by_text(corpus, update.table, number) for number in expected} == expected  # type: ignore[arg-type]
 
 
 # The workers
@@ -306,7 +306,7 @@ def test_rows_that_a_dead_miner_did_not_get_are_sent_again(monkeypatch: pytest.M
         return RayError("dead") if len(sent) == 1 else "added"
 
     remote.add.remote.side_effect = add
-    remote.news.remote.return_value = RayError("dead")
+    remote.update_for.remote.return_value = RayError("dead")
     client = MinerClient(remote, mined, refresh=100, device=torch.device("cpu"))
     for step in range(1, 5):
         client.after_step(step, network)
@@ -332,7 +332,7 @@ def test_a_worker_sends_what_it_reads_takes_corpus_and_table_and_saves_both(
     miner, remote = miner_of(name), MagicMock()
     remote.add.remote.side_effect = miner.add
     remote.publish.remote.side_effect = miner.publish
-    remote.news.remote.side_effect = miner.news
+    remote.update_for.remote.side_effect = miner.update_for
     client = MinerClient(remote, mined, refresh=5, device=torch.device("cpu"))
     client.begin(0, network)
     client.after_step(1, network)
@@ -371,8 +371,8 @@ def test_a_new_miner_gets_the_known_rows_and_its_smaller_corpus_is_not_taken(
     parts[0].add(some(rows, range(30)))
     parts[1].add(some(rows, range(20)))
     built = [part.built() for part in parts]
-    growths = [
-        Growth(part.to_bytes(), each.corpus.to_bytes())
+    corpus_updates = [
+        CorpusUpdate(part.to_bytes(), each.corpus.to_bytes())
         for part, each in zip(parts, built, strict=True)
         if each
     ]
@@ -390,15 +390,17 @@ def test_a_new_miner_gets_the_known_rows_and_its_smaller_corpus_is_not_taken(
             version=f"{step}",
         )
 
-    for step, (incarnation, number, growth, num_rows) in enumerate(
+    for step, (incarnation, number, corpus_update, num_rows) in enumerate(
         [
-            ("first", 0, growths[0], 30),
-            ("second", 1, growths[1], 20),
-            ("second", 0, growths[0], 30),
+            ("first", 0, corpus_updates[0], 30),
+            ("second", 1, corpus_updates[1], 20),
+            ("second", 0, corpus_updates[0], 30),
             ("second", 0, None, 30),
         ]
     ):
-        remote.news.remote.return_value = News(incarnation, table(number, step), growth, num_rows)
+        remote.update_for.remote.return_value = MinerUpdate(
+            incarnation, table(number, step), corpus_update, num_rows
+        )
         client.after_step(2 * step, network)
         client.after_step(2 * step + 1, network)
         assert mined.corpus is not None
@@ -409,7 +411,7 @@ def test_a_new_miner_gets_the_known_rows_and_its_smaller_corpus_is_not_taken(
     sent = [call.args[0] for call in remote.add.remote.call_args_list]
     assert len(sent) == 3
     for each in sent:
-        assert each.equals(table_of_bytes(growths[0].rows))
+        assert each.equals(table_of_bytes(corpus_updates[0].rows))
         assert each["sample_id"].to_pylist() == list(range(30))
     assert client.metrics(step=9)["miner_restarts"] == 1
 

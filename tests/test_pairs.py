@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import combinations, groupby
 from typing import Any
 
@@ -30,7 +30,7 @@ from raycl.training.step import train_step
 from raycl.training.stores import build_store
 from raycl.training.train_state import TrainState
 from raycl.training.transforms import PairTransform, Transform, build_transform, count_documents
-from raycl.training.views import ViewMaker, Views, stacked
+from raycl.training.views import ViewMaker, stacked
 from tests.pairs import BAG, TRANSFORMER, clicks, noise_images, rows_of, small_config, vocabulary
 from tests.texts import invented_texts
 
@@ -673,11 +673,3 @@ def test_the_frequency_and_the_id_of_a_document_do_not_depend_on_its_batch() -> 
         assert ids.stored_key[0] == together.stored_key[row]
         # A queue returns the same document under this id from an earlier step.
         assert together.of(ids.stored_key)[0] == together.key[row]
-
-
-def test_views_without_ids_are_identified_by_sample() -> None:
-    ids = torch.tensor([4, 5])
-    views = Views(view_a=torch.zeros(2, 3), view_b=None, sample_id=ids, ids=ids.numpy())
-    assert views.example_ids.query.tolist() == views.example_ids.key.tolist() == [4, 5]
-    named = replace(views, example_ids=ExampleIds(query=ids + 1, key=ids))
-    assert named.example_ids.query.tolist() == [5, 6]

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raycl.losses.example_ids import ExampleIds
 from raycl.negatives import KeyQueue, MemoryBank
 from raycl.training.stores import BankStore, QueueStore, _DeviceCopy
 from raycl.training.views import Views
@@ -47,7 +48,10 @@ def test_the_ages_in_a_bank_cover_only_read_rows_that_were_written() -> None:
     for step, sample in ((1, 4), (2, 5)):
         bank.update(np.array([sample]), np.ones((1, DIM), np.float32), step)
     ids = np.array([4])
-    store.fetch(Views(view_a=torch.zeros(1), view_b=None, sample_id=torch.from_numpy(ids), ids=ids), step=5)
+    sample_id = torch.from_numpy(ids)
+    example_ids = ExampleIds(query=sample_id, key=sample_id)
+    views = Views(view_a=torch.zeros(1), view_b=None, sample_id=sample_id, ids=ids, example_ids=example_ids)
+    store.fetch(views, step=5)
     # Sample 4 is read twice: as the batch's own slot and among the six drawn slots.
     ages = {"negatives_age_mean": pytest.approx(11 / 3), "negatives_age_max": 4.0}
     assert store.metrics(step=5, seconds=1.0) == ages | {"negatives_wait_fraction": 0.0}

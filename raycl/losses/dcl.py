@@ -1,7 +1,6 @@
 """Decoupled contrastive learning, DCL and DCLW (Yeh et al., 2022)."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import final
@@ -14,7 +13,7 @@ from raycl.errors import ConfigError
 from raycl.losses.objective import StoreBatch
 from raycl.losses.softmax import Softmax
 from raycl.losses.tiled import LOG2_E, working_precision
-from raycl.losses.views import Everyone, ViewsObjective, softmax_of_views
+from raycl.losses.views import ViewBatch, ViewsObjective, softmax_of_views
 
 
 def dcl(
@@ -71,11 +70,12 @@ def dcl(
     )
 
 
-def _weights(views: Sequence[Tensor], everyone: Everyone | None, sigma: float) -> Tensor:
+def _weights(batch: ViewBatch, sigma: float) -> Tensor:
     """Return the weight of each sample's positives, [local_batch]; collective with a ring."""
-    own = of_all = _similarity(*views)
-    if everyone is not None:
-        of_all = gather_detached(own) if everyone.views is None else _similarity(*everyone.views)
+    own = of_all = _similarity(*batch.views)
+    if batch.gathered is not None:
+        views = batch.gathered.views
+        of_all = gather_detached(own) if views is None else _similarity(*views)
     log_mean = (of_all / sigma).logsumexp(0) - math.log(len(of_all))
     return 2 - (own / sigma - log_mean).exp()
 
@@ -105,23 +105,11 @@ class Dcl(ViewsObjective):
 
     sigma: float | None = None
 
-    def loss(
-        self,
-        views: Sequence[Tensor],
-        ids: Tensor | None,
-        everyone: Everyone | None,
-        weight: Tensor | None,
-    ) -> Tensor:
-        """Return the loss of checked views, given this worker's ids and the weights of its samples."""
-        of_positives = None if self.sigma is None else _weights(views, everyone, self.sigma).repeat(2)
-        return softmax_of_views(
-            views,
-            ids,
-            everyone,
-            temperature=self.temperature,
-            row_loss=partial(decoupled, weight=of_positives),
-            weight=weight,
-        )
+    def loss(self, batch: ViewBatch) -> Tensor:
+        """Return the loss of checked views."""
+        of_positives = None if self.sigma is None else _weights(batch, self.sigma).repeat(2)
+        row_loss = partial(decoupled, weight=of_positives)
+        return softmax_of_views(batch, temperature=self.temperature, row_loss=row_loss)
 
     def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
         """Return the logarithm of the number of negatives."""

@@ -4,7 +4,6 @@ Of two views of each sample, or of pairs as in FastCLIP (Wei et al., 2024).
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -18,7 +17,7 @@ from raycl.losses.example_ids import ExampleIds
 from raycl.losses.objective import Partition, StoreBatch
 from raycl.losses.softmax import Softmax
 from raycl.losses.tiled import LOG2_E
-from raycl.losses.views import Everyone, ViewsObjective, softmax_of_views
+from raycl.losses.views import ViewBatch, ViewsObjective, softmax_of_views
 
 
 def gcl(
@@ -179,26 +178,17 @@ class Gcl(ViewsObjective):
             return self._loss_of_pairs(query, key, stored, ids)
         return ViewsObjective.__call__(replace(self, partition=stored.partition), query, key, stored, ids)
 
-    def loss(
-        self,
-        views: Sequence[Tensor],
-        ids: Tensor | None,
-        everyone: Everyone | None,
-        weight: Tensor | None,
-    ) -> Tensor:
-        """Return the loss of checked views, given this worker's ids and weights; append the means over the batch."""
+    def loss(self, batch: ViewBatch) -> Tensor:
+        """Return the loss of checked views, and append the means over the batch."""
         assert self.partition is not None, "the configuration gives the loss partition functions"
-        batch = _batch_size(views, everyone)
         rows = _GlobalRows(
             self.partition.stored.repeat(2, 1)[:, 0],
             self.temperature,
             self.bank_momentum,
-            num_in_batch=2 * batch - 2,
+            num_in_batch=2 * batch.num_samples - 2,
             num_in_data=2 * self.num_samples - 2,
         )
-        loss = softmax_of_views(
-            views, ids, everyone, temperature=self.temperature, row_loss=rows, weight=weight
-        )
+        loss = softmax_of_views(batch, temperature=self.temperature, row_loss=rows)
         self.partition.estimates.append(torch.logaddexp(*rows.log_mean.chunk(2))[:, None] - math.log(2))
         return loss
 
@@ -225,12 +215,3 @@ class Gcl(ViewsObjective):
         loss = Clip(temperature=self.temperature, row_losses=(of_query, of_key))(query, key, stored, ids)
         stored.partition.estimates.append(torch.stack([of_query.log_mean, of_key.log_mean], dim=1))
         return loss
-
-
-def _batch_size(views: Sequence[Tensor], everyone: Everyone | None) -> int:
-    """Return the number of samples of all workers."""
-    if everyone is None:
-        return len(views[0])
-    if everyone.views is not None:
-        return len(everyone.views[0])
-    return num_workers() * len(views[0])

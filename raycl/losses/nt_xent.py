@@ -1,14 +1,13 @@
 """NT-Xent, the loss of SimCLR (Chen et al., 2020)."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
 from torch import Tensor
 
 from raycl.losses.objective import StoreBatch
-from raycl.losses.views import Everyone, ViewsObjective, softmax_of_views
+from raycl.losses.views import ViewBatch, ViewsObjective, softmax_of_views
 
 
 def nt_xent(
@@ -65,15 +64,9 @@ def nt_xent(
 class NtXent(ViewsObjective):
     """Each view against all other views of the global batch."""
 
-    def loss(
-        self,
-        views: Sequence[Tensor],
-        ids: Tensor | None,
-        everyone: Everyone | None,
-        weight: Tensor | None,
-    ) -> Tensor:
-        """Return the loss of checked views, given this worker's ids and the weights of its samples."""
-        return softmax_of_views(views, ids, everyone, temperature=self.temperature, weight=weight)
+    def loss(self, batch: ViewBatch) -> Tensor:
+        """Return the loss of checked views."""
+        return softmax_of_views(batch, temperature=self.temperature)
 
     def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
         """Return the logarithm of the number of candidates."""

@@ -14,7 +14,7 @@ from raycl.loss_specs import join_names
 from raycl.losses.objective import StoreBatch
 from raycl.losses.softmax import Softmax
 from raycl.losses.tiled import LOG2_E
-from raycl.losses.views import Everyone, ViewsObjective, softmax_of_views
+from raycl.losses.views import ViewBatch, ViewsObjective, softmax_of_views
 
 MEANS = ("geometric", "arithmetic")
 
@@ -103,18 +103,10 @@ class PolyView(ViewsObjective):
     view_mean: str
     num_views: int
 
-    def loss(
-        self,
-        views: Sequence[Tensor],
-        ids: Tensor | None,
-        everyone: Everyone | None,
-        weight: Tensor | None,
-    ) -> Tensor:
-        """Return the loss of checked views, given this worker's ids and the weights of its samples."""
+    def loss(self, batch: ViewBatch) -> Tensor:
+        """Return the loss of checked views."""
         row_loss = partial(mean_over_positives, arithmetic=self.view_mean == "arithmetic")
-        return softmax_of_views(
-            views, ids, everyone, temperature=self.temperature, row_loss=row_loss, weight=weight
-        )
+        return softmax_of_views(batch, temperature=self.temperature, row_loss=row_loss)
 
     def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
         """Return the logarithm of the number of candidates."""

@@ -1,7 +1,6 @@
 """SupCon, the supervised contrastive loss (Khosla et al., 2020)."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, final
@@ -13,7 +12,7 @@ from raycl.distributed import visit_all
 from raycl.losses.dcl import decoupled
 from raycl.losses.objective import StoreBatch
 from raycl.losses.tiled import add_rows
-from raycl.losses.views import Everyone, Layout, ViewsObjective, softmax_of_views
+from raycl.losses.views import Layout, ViewBatch, ViewsObjective, softmax_of_views
 
 
 def supcon(
@@ -71,21 +70,14 @@ class _ClassMeans:
 
     exclude_samples: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        rows: Tensor,
-        columns: Tensor | None,
-        layout: Layout,
-        *,
-        label: Tensor,
-        everyone: Everyone | None,
-        weight: Tensor | None,
-    ) -> None:
+    def __init__(self, rows: Tensor, columns: Tensor | None, layout: Layout, *, batch: ViewBatch) -> None:
         """Sum the views of each class of this worker; collective if the columns pass around a ring."""
+        _, label, gathered, weight = batch
+        assert label is not None, "labels are required"
         self._rows, self._layout = rows.unflatten(0, (layout.num_views, -1)), layout
         labels, first, size = label, 0, len(label)
-        if everyone is not None and everyone.ids is not None:
-            labels, first = everyone.ids, everyone.offset
+        if gathered is not None and gathered.ids is not None:
+            labels, first = gathered.ids, gathered.offset
         ordered = label.sort().values
         place = torch.searchsorted(ordered, labels).clamp(max=size - 1)
         # The place of the class of each sample; the last one is for classes of other workers.
@@ -143,24 +135,14 @@ class SupCon(ViewsObjective):
 
     id_name: ClassVar[str] = "label"
 
-    def loss(
-        self,
-        views: Sequence[Tensor],
-        ids: Tensor | None,
-        everyone: Everyone | None,
-        weight: Tensor | None,
-    ) -> Tensor:
-        """Return the loss of checked views, given this worker's labels and the weights of its samples."""
-        assert ids is not None, "labels are required"
+    def loss(self, batch: ViewBatch) -> Tensor:
+        """Return the loss of checked views."""
         # The mean of -log p over positives is the logsumexp over candidates minus the mean logit of the positives.
         return softmax_of_views(
-            views,
-            None,
-            everyone,
+            batch._replace(ids=None),
             temperature=self.temperature,
             row_loss=decoupled,
-            positives=partial(_ClassMeans, label=ids, everyone=everyone, weight=weight),
-            weight=weight,
+            positives=partial(_ClassMeans, batch=batch),
         )
 
     def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:

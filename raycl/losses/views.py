@@ -52,7 +52,7 @@ from raycl.losses.tiled import (
 )
 
 
-class Everyone(NamedTuple):
+class GatheredViews(NamedTuple):
     """The views of all workers, [batch, dim] each, and the ids of their samples, [batch].
 
     ``views`` is None if the views pass around a ring instead of being gathered.
@@ -61,6 +61,24 @@ class Everyone(NamedTuple):
     views: Sequence[Tensor] | None
     ids: Tensor | None
     offset: int  # the index of this worker's first sample
+
+
+class ViewBatch(NamedTuple):
+    """The views of this worker's samples, [local_batch, dim] each, and of all workers unless it is the only one."""
+
+    views: Sequence[Tensor]
+    ids: Tensor | None  # [local_batch], of the samples, or their labels
+    gathered: GatheredViews | None = None
+    weight: Tensor | None = None  # [local_batch], of the samples in the mean
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples of all workers."""
+        if self.gathered is None:
+            return len(self.views[0])
+        if self.gathered.views is not None:
+            return len(self.gathered.views[0])
+        return num_workers() * len(self.views[0])
 
 
 class Layout(NamedTuple):
@@ -146,39 +164,36 @@ def check_views(views: Sequence[Tensor], id_name: str, ids: Tensor | None) -> No
 
 
 def softmax_of_views(
-    views: Sequence[Tensor],
-    sample_id: Tensor | None,
-    everyone: Everyone | None,
+    batch: ViewBatch,
     *,
     temperature: float | Tensor,
     row_loss: RowLoss = cross_entropy,
     positives: PositivesOf = OtherViews,
-    weight: Tensor | None = None,
 ) -> Tensor:
-    """Return the mean of ``row_loss`` over all views [local_batch, dim] of this worker, which are checked.
+    """Return the mean of ``row_loss`` over all views of this worker, which are checked.
 
-    The rows of a sample have its ``weight``, [local_batch]. Rows with equal ids, this worker's ``sample_id`` and
-    those of ``everyone``, are not negatives. With a ring it is collective, in the forward pass only: every worker
-    must scale the loss equally.
+    Rows of all workers with equal ids are not negatives. With a ring it is collective, in the forward pass only: every
+    worker must scale the loss equally.
     """
+    views, sample_id, gathered, weight = batch
     rows = working_precision(_joined(views))
     temperature = checked_temperature(temperature, rows)
-    gathered = None if everyone is None else everyone.views
-    batch, offset = len(views[0]), 0
-    if everyone is not None and gathered is not None:
-        batch, offset = len(gathered[0]), everyone.offset
+    columns = None if gathered is None else gathered.views
+    num_columns, offset = len(views[0]), 0
+    if gathered is not None and columns is not None:
+        num_columns, offset = len(columns[0]), gathered.offset
     comparison = _Comparison(
-        layout=Layout(len(views), len(views[0]), batch, offset),
+        layout=Layout(len(views), len(views[0]), num_columns, offset),
         sample_id=sample_id,
-        all_ids=sample_id if everyone is None else everyone.ids,
+        all_ids=sample_id if gathered is None else gathered.ids,
         row_loss=weighted(row_loss, None if weight is None else weight.repeat(len(views))),
         positives=positives,
     )
-    if everyone is None:
-        return fused(comparison.with_themselves, rows, temperature)
     if gathered is None:
+        return fused(comparison.with_themselves, rows, temperature)
+    if columns is None:
         return fused(comparison.by_ring, rows, temperature)
-    return fused(comparison.with_columns, rows, _joined(gathered).to(rows), temperature)
+    return fused(comparison.with_columns, rows, _joined(columns).to(rows), temperature)
 
 
 def _joined(views: Sequence[Tensor]) -> Tensor:
@@ -295,14 +310,14 @@ class _Comparison:
         return FalseNegativeMask((ids, ids), of_rows, of_columns, row_blocks=blocks, num_own=count)
 
 
-def over_workers(views: Sequence[Tensor], ids: Tensor) -> Everyone | None:
+def over_workers(views: Sequence[Tensor], ids: Tensor) -> GatheredViews | None:
     """Gather the views of all workers, or only their ids if the views are too large; None for one worker."""
     if num_workers() == 1:
         return None
     all_views = None
     if not exceeds_gather_limit(*views):
         all_views = gather(torch.stack(list(views), dim=1)).unbind(1)
-    return Everyone(all_views, gather_detached(ids), rank() * len(ids))
+    return GatheredViews(all_views, gather_detached(ids), rank() * len(ids))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,7 +332,7 @@ class ViewsObjective(ABC):
         assert key is not None, "the configuration gives the loss two views"
         views, own = (query, *key.split(len(query))), ids.query if self.id_name == "sample_id" else ids.label
         assert own is not None, "the configuration gives the loss labels"
-        return self.loss(views, own, over_workers(views, own), checked_weight(ids.weight, query))
+        return self.loss(ViewBatch(views, own, over_workers(views, own), checked_weight(ids.weight, query)))
 
     def checked_loss(
         self,
@@ -338,23 +353,17 @@ class ViewsObjective(ABC):
         if all(each is None for each in gathered.values()):
             check_not_given(name, gathered_ids, next(iter(gathered)))
             check_offset(offset, len(views[0]), len(views[0]))
-            return self.loss(views, ids, None, weight)
+            return self.loss(ViewBatch(views, ids, None, weight))
         sides = zip(views, gathered.values(), strict=True)
         given = checked_gathered(**dict(zip(gathered, sides, strict=True)))
         check_offset(offset, len(views[0]), len(given[0]))
         matched = checked_ids((self.id_name, ids), (name, gathered_ids), len(given[0]))
-        everyone = Everyone(given, None if matched is None else matched[1], offset)
-        return self.loss(views, ids, everyone, weight)
+        of_all = GatheredViews(given, None if matched is None else matched[1], offset)
+        return self.loss(ViewBatch(views, ids, of_all, weight))
 
     @abstractmethod
-    def loss(
-        self,
-        views: Sequence[Tensor],
-        ids: Tensor | None,
-        everyone: Everyone | None,
-        weight: Tensor | None,
-    ) -> Tensor:
-        """Return the loss of checked views, given this worker's ids and the weights of its samples."""
+    def loss(self, batch: ViewBatch) -> Tensor:
+        """Return the loss of checked views."""
 
     @abstractmethod
     def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:

@@ -1,6 +1,5 @@
 """``raycl runs``: the runs below a folder. It imports neither torch, Ray nor raycl's configuration, to be fast."""
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ from raycl.arguments import Address, as_address
 from raycl.errors import DataError
 from raycl.lease import is_being_written
 from raycl.records import CONFIG, METRICS, RESULT, ROLLBACK, read_line
-from raycl.storage import Place, absolute
+from raycl.storage import Place, absolute, parse_object
 
 MAX_DEPTH = 3  # folders below the given one
 _NUM_THREADS = 16  # for an object store, whose answers take long
@@ -92,7 +91,7 @@ def _summary(output: Place, entries: Mapping[str, fs.FileInfo]) -> RunSummary | 
     config = _read_config(output)
     if config is None:
         return None
-    result = _parse((output / RESULT).read_bytes()) if RESULT in entries else {}
+    result = (parse_object((output / RESULT).read_bytes()) if RESULT in entries else None) or {}
     lines = (output / METRICS).read_bytes().splitlines() if METRICS in entries else []
     last = next(filter(None, map(read_line, reversed(lines))), {})
     telling = [read_line(line) for line in lines if _TELLING.search(line)]
@@ -126,15 +125,6 @@ def _read_config(output: Place) -> dict[str, Any] | None:
         case {"recipe": str(), "stages": list(stages)} if all(isinstance(each, dict) for each in stages):
             return config
     return None
-
-
-def _parse(text: bytes) -> dict[str, Any]:
-    """Return the object in a file, empty if it is damaged."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _planned(stages: list[Any], unit: str) -> int | None:

@@ -1,7 +1,6 @@
 """A run, read from its output."""
 
 import io
-import json
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -10,7 +9,7 @@ from raycl.config.overrides import config_from_yaml
 from raycl.embedding_snapshot import FIRST, LATEST, EmbeddingSnapshot, ProbeSet, read_probe_set, read_snapshot
 from raycl.errors import DataError
 from raycl.provenance import read_commands
-from raycl.records import CONFIG, DATA, METRICS, RESULT, run_name, with_new_names
+from raycl.records import CONFIG, DATA, METRICS, RESULT, read_object, run_name, with_new_names
 from raycl.report.history import History, read_history
 from raycl.storage import Place
 
@@ -61,7 +60,7 @@ def read_run(uri: str, *, with_snapshots: bool = True) -> Run:
     output = Place(uri)
     if not (output / CONFIG).exists():
         raise DataError(f"{uri} holds no run: there is no {CONFIG}; give the --output of a run")
-    result = with_new_names(_read_json(output / RESULT))
+    result = with_new_names(_values(output / RESULT))
     has_metrics = (output / METRICS).exists()
     if not has_metrics and result.get("status") not in ("failed", "stopped", "finished"):
         raise DataError(f"{uri} has no metrics yet: its run has just started; try again in a minute")
@@ -80,7 +79,7 @@ def read_run(uri: str, *, with_snapshots: bool = True) -> Run:
         config_text=text,
         history=read_history(io.BytesIO((output / METRICS).read_bytes()) if has_metrics else []),
         result=result,
-        data=_read_json(output / DATA),
+        data=_values(output / DATA),
         commands=read_commands(output),
         probes=probes,
         first=snapshots[0],
@@ -88,14 +87,6 @@ def read_run(uri: str, *, with_snapshots: bool = True) -> Run:
     )
 
 
-def _read_json(place: Place) -> dict[str, Any]:
-    """Return the object in a file, empty if the file does not exist; raises ``DataError`` if it is damaged."""
-    if not place.exists():
-        return {}
-    try:
-        found = json.loads(place.read_text())
-        if not isinstance(found, dict):
-            raise ValueError(f"it holds a {type(found).__name__} instead of an object")
-    except ValueError as error:
-        raise DataError(f"{place.uri} is damaged: {error}; delete it to write the page without it") from None
-    return found
+def _values(place: Place) -> dict[str, Any]:
+    """Return the object in a file, empty without the file."""
+    return read_object(place, remedy="; delete it to write the page without it") if place.exists() else {}

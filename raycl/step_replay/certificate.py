@@ -11,7 +11,7 @@ from raycl.chain import CHAIN, sha256_of_files
 from raycl.display import Displayable, Table
 from raycl.errors import ConfigError, DataError
 from raycl.lease import writing
-from raycl.records import METRICS, RESULT
+from raycl.records import METRICS, RESULT, read_object
 from raycl.step_replay.check_history import ChainedHistory, Check, checked
 from raycl.step_replay.check_rows import DrawnRows
 from raycl.step_replay.recompute import RecomputedStep, RecomputedSteps
@@ -197,11 +197,8 @@ def _hash_of(values: Mapping[str, Any]) -> str:
 def _parsed(place: Place) -> dict[str, Any]:
     if not place.exists():
         raise DataError(f"there is no certificate at {place}; make one by raycl certify RUN")
-    try:
-        found = json.loads(place.read_text())
-    except ValueError as error:
-        raise DataError(f"{place} is damaged: {error}") from None
-    if not isinstance(found, dict) or not {"sha256", "valid", *_FIELDS} <= found.keys():
+    found = read_object(place)
+    if not {"sha256", "valid", *_FIELDS} <= found.keys():
         raise DataError(f"{place} is no certificate; make one by raycl certify RUN")
     return found
 

@@ -53,8 +53,8 @@ def in_float64(views: Views) -> Views:
 
 
 @final
-class _WideStore:
-    """A store whose rows are read in float64, and written in its own precision."""
+class _WideStore(Store):
+    """A store whose rows are read in float64, and written in its own precision; it has no snapshots and no metrics."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -76,9 +76,6 @@ class _WideStore:
         """Store the rows."""
         self._store.update(step=step)
 
-    def save(self, *, step: int) -> None:
-        """Do nothing."""
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the store."""
         return self._store.state_dict()
@@ -86,10 +83,6 @@ class _WideStore:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of the store."""
         self._store.load_state_dict(state)
-
-    def metrics(self, *, step: int, seconds: float) -> dict[str, float]:
-        """Return no metrics."""
-        return {}
 
 
 def _wide(value: Any) -> Any:

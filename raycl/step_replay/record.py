@@ -1,6 +1,5 @@
 """A run as its output records it, and the conditions under which one process can repeat its steps."""
 
-import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -9,7 +8,7 @@ from raycl.config import RunConfig
 from raycl.config.overrides import config_from_yaml
 from raycl.errors import ConfigError, DataError
 from raycl.models.registry import OWN, SPEC, check_trusted
-from raycl.records import CONFIG, DATA, RESULT, ROLLBACK, read_metrics, read_result
+from raycl.records import CONFIG, DATA, RESULT, ROLLBACK, read_metrics, read_object, read_result
 from raycl.storage import Place, absolute
 
 
@@ -70,7 +69,9 @@ def read_record(run: str, *, data: Sequence[str] = ()) -> RecordedRun:
     if not place.exists():
         raise DataError(f"{run} holds no run: there is no {CONFIG}; give the --output of a run")
     config = config_from_yaml(place.read_text(), name=place.uri, trained=True)
-    described = _read_json(output / DATA)
+    if not (output / DATA).exists():
+        raise DataError(f"{output / DATA} is missing: the run did not begin to train")
+    described = read_object(output / DATA)
     lines = read_metrics(output)
     classes = described.get("classes")
     return RecordedRun(
@@ -121,7 +122,7 @@ def check_repeatable(run: RecordedRun, trusted: Collection[str] | None = None) -
     check_trusted(config.encoder.name, place.uri, trusted, is_text=is_text)
     if config.data.kind == "image_text":
         check_trusted(config.text_encoder.name, place.uri, trusted, is_text=True)
-    if (output / SPEC).exists() and _read_json(output / SPEC).get("name") == OWN:
+    if (output / SPEC).exists() and read_object(output / SPEC).get("name") == OWN:
         raise ConfigError("the run trained a network of its user's own, which only that program can build")
     if not run.data:
         raise ConfigError(
@@ -141,15 +142,3 @@ def _without_undone(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _listed(data: object) -> list[str]:
     return [data] if isinstance(data, str) else list(data) if isinstance(data, list) else []
-
-
-def _read_json(place: Place) -> dict[str, Any]:
-    if not place.exists():
-        raise DataError(f"{place} is missing: the run did not begin to train")
-    try:
-        found = json.loads(place.read_text())
-        if not isinstance(found, dict):
-            raise ValueError("it holds no object")
-    except ValueError as error:
-        raise DataError(f"{place} is damaged: {error}") from None
-    return found

@@ -21,7 +21,7 @@ THUMBNAIL = 96  # pixels, the longer side
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Shown:
+class RenderedSample:
     """A view of a sample, or a stored row of it.
 
     Attributes:
@@ -56,11 +56,11 @@ class StepSamples:
         self._rows, self._views, self._inputs = rows, views, inputs
         self._config = rows.run.config
         self._kind = self._config.data.kind
-        self._known: dict[Candidate, Shown] = {}
+        self._known: dict[Candidate, RenderedSample] = {}
         self._data_set: InMemoryDataset = rows.data_sets()[views.data_set]
         self._source, self._where = rows.sources[views.data_set], rows.where[views.data_set]
 
-    def of(self, candidate: Candidate) -> Shown:
+    def of(self, candidate: Candidate) -> RenderedSample:
         """Return the sample of a candidate."""
         if candidate not in self._known:
             self._known[candidate] = self._of(candidate)
@@ -73,12 +73,12 @@ class StepSamples:
             return None
         return step - int(steps[candidate.row])
 
-    def _of(self, candidate: Candidate) -> Shown:
+    def _of(self, candidate: Candidate) -> RenderedSample:
         if candidate.place == "batch":
             return self._of_batch(candidate.row, candidate.view)
         if candidate.place == "explicit":
             assert self._views.negatives is not None, "the batch has explicit negatives"
-            return Shown(
+            return RenderedSample(
                 sample_id=None, view="negative", text=self._text(self._views.negatives[candidate.row])
             )
         name = self._inputs.stored.negative_name
@@ -90,7 +90,7 @@ class StepSamples:
         steps = self._inputs.stored.negative_step
         return 0 if steps is None else len(steps)
 
-    def _of_batch(self, row: int, view: int) -> Shown:
+    def _of_batch(self, row: int, view: int) -> RenderedSample:
         sample_id = int(self._views.ids[row])
         rows = self._views.view_a if view == 0 else self._views.second_view()
         if rows is None:  # the key is a slot of a bank
@@ -99,7 +99,7 @@ class StepSamples:
         views = {"pairs": ("query", "document"), "image_text": ("image", "caption")}.get(
             self._kind, ("a", "b")
         )
-        return Shown(
+        return RenderedSample(
             sample_id=sample_id,
             view=views[view],
             name=self._where.get(sample_id),
@@ -108,27 +108,29 @@ class StepSamples:
             picture=None if is_text else self._picture(rows[row]),
         )
 
-    def _of_stored(self, name: int) -> Shown:
+    def _of_stored(self, name: int) -> RenderedSample:
         """Return the sample that a stored row is of; a queue names the rows of texts by their text."""
         if self._kind == "image" or self._config.negatives.store == "memory_bank":
             return self._of_data(name)
         position = self._by_text.get(name)
         if position is None:
-            return Shown(sample_id=None)
+            return RenderedSample(sample_id=None)
         return self._of_data(int(self._data_set.sample_id[position]), text_id=name)
 
-    def _of_data(self, sample_id: int, *, text_id: int | None = None) -> Shown:
+    def _of_data(self, sample_id: int, *, text_id: int | None = None) -> RenderedSample:
         """Return a sample as it is in the data."""
         where, place = self._where.get(sample_id), self._place(sample_id)
         if place is None:
-            return Shown(sample_id=sample_id, name=where)
+            return RenderedSample(sample_id=sample_id, name=where)
         known, batch = (
             {"name": where, "label": self._label(sample_id)},
             self._data_set.take(np.array([place])),
         )
         if "image" in batch.contents and text_id is None:
-            return Shown(sample_id=sample_id, **known, picture=data_url(pixels_of(batch).images[0]))
-        return Shown(sample_id=sample_id, **known, text=self._decode(_tokens(batch, self._role, text_id)))
+            return RenderedSample(sample_id=sample_id, **known, picture=data_url(pixels_of(batch).images[0]))
+        return RenderedSample(
+            sample_id=sample_id, **known, text=self._decode(_tokens(batch, self._role, text_id))
+        )
 
     def _place(self, sample_id: int) -> int | None:
         """Return the position of a sample in the data set, None for an unknown one."""

@@ -12,7 +12,7 @@ from raycl.gpus import available_cores
 from raycl.step_replay.record import RecordedRun, check_in_memory, read_record
 from raycl.step_replay.restore import BeforeStep, train_until
 from raycl.step_replay.rows import read_rows
-from raycl.step_replay.samples import Shown, StepSamples
+from raycl.step_replay.samples import RenderedSample, StepSamples
 from raycl.step_replay.softmax import (
     Candidate,
     SideWeights,
@@ -44,7 +44,7 @@ class Negative:
         age: for stored rows, the steps since it was encoded.
     """
 
-    sample: Shown
+    sample: RenderedSample
     source: str
     similarity: float
     weight: float
@@ -68,8 +68,8 @@ class Query:
         negatives: the most similar ones, the most similar first.
     """
 
-    sample: Shown
-    positive: Shown
+    sample: RenderedSample
+    positive: RenderedSample
     loss: float
     similarity: float
     pull: float
@@ -334,7 +334,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _named(sample: Shown) -> str:
+def _named(sample: RenderedSample) -> str:
     """Return a sample in a few words: its id and view, and its class or the beginning of its text."""
     words = [] if sample.sample_id is None else [str(sample.sample_id)]
     words += [] if sample.view is None else [sample.view]

@@ -55,14 +55,14 @@ class Published(NamedTuple):
     weights: Weights
 
 
-class Growth(NamedTuple):
+class CorpusUpdate(NamedTuple):
     """The corpus of a stream: its rows as ``GrowingCorpus.to_bytes``, and itself as ``Corpus.to_bytes``."""
 
     rows: bytes
     corpus: bytes
 
 
-class News(NamedTuple):
+class MinerUpdate(NamedTuple):
     """Answer of a miner: its process, its newest table, and that table's corpus of a stream, unless the caller has them.
 
     ``num_rows`` is the number of rows of the corpus of a stream.
@@ -70,7 +70,7 @@ class News(NamedTuple):
 
     incarnation: str
     table: MinedTable | None
-    growth: Growth | None = None
+    corpus_update: CorpusUpdate | None = None
     num_rows: int = 0
 
 
@@ -266,7 +266,7 @@ class Miner:
         self._in_use: Published | None = None
         self._attempt = ""  # of the pool, for this worker group
         self._table: MinedTable | None = None
-        self._growth: Growth | None = None
+        self._corpus_update: CorpusUpdate | None = None
         self._changed = threading.Condition()
         threading.Thread(target=self._run, name="mining", daemon=True).start()
 
@@ -283,7 +283,7 @@ class Miner:
         assert self._stream is not None, "only a stream has further rows"
         self._stream.add(rows)
 
-    def news(self, group: str, version: str, corpus_key: int = 0) -> News:
+    def update_for(self, group: str, version: str, corpus_key: int = 0) -> MinerUpdate:
         """Return the newest table for this worker group, unless it is of this version.
 
         It comes with the corpus of a stream, unless that is the one with ``corpus_key``.
@@ -292,11 +292,11 @@ class Miner:
             is_for_group = self._published is not None and self._published.group == group
             table = self._table if is_for_group else None
             if table is None or table.version == version:
-                return News(self._incarnation, None)
-            if self._corpus is None or self._growth is None:
-                return News(self._incarnation, table)
-            growth = None if self._corpus.key == corpus_key else self._growth
-            return News(self._incarnation, table, growth, len(self._corpus.sample_id))
+                return MinerUpdate(self._incarnation, None)
+            if self._corpus is None or self._corpus_update is None:
+                return MinerUpdate(self._incarnation, table)
+            corpus_update = None if self._corpus.key == corpus_key else self._corpus_update
+            return MinerUpdate(self._incarnation, table, corpus_update, len(self._corpus.sample_id))
 
     def _run(self) -> None:
         while True:
@@ -321,21 +321,21 @@ class Miner:
             self._search.forget_after(published.step)
             self._attempt = self._pool.begin()
         self._use(published)
-        corpus, growth = self._corpus, self._growth
+        corpus, corpus_update = self._corpus, self._corpus_update
         if self._stream is not None:
             built = self._stream.built()
             if built is None or len(built.corpus.document) <= self._num_candidates:
                 return  # until further rows come
             if corpus is None or built.corpus.key != corpus.key:
                 corpus = built.corpus
-                growth = Growth(self._stream.to_bytes(), corpus.to_bytes())
+                corpus_update = CorpusUpdate(self._stream.to_bytes(), corpus.to_bytes())
                 self._search.use(*built)
         self._search.embed_documents()
         table = self._search.mine()
         with self._changed:
             self._check_group()
             self._num_tables += 1
-            self._corpus, self._growth = corpus, growth
+            self._corpus, self._corpus_update = corpus, corpus_update
             self._table = replace(table, version=f"{self._incarnation}-{self._num_tables}")
 
     def _use(self, published: Published) -> None:

@@ -29,7 +29,7 @@ from raycl.training.encoder_pool import EncoderPool
 from raycl.training.growing_corpus import GrowingCorpus, table_of_bytes, unknown
 from raycl.training.job import Job
 from raycl.training.mined import MinedNegatives, MinedTable
-from raycl.training.miner import CorpusEncoder, Growth, Miner, News
+from raycl.training.miner import CorpusEncoder, CorpusUpdate, Miner, MinerUpdate
 from raycl.training.pools import open_pool
 from raycl.training.stores import shard_timeout_s
 
@@ -131,7 +131,7 @@ class MinerClient:
         self._asked_at = 0.0
         self._sending: ray.ObjectRef | None = None
         self._newest: MinedTable | None = None
-        self._growth: Growth | None = None
+        self._corpus_update: CorpusUpdate | None = None
         self._corpus = mined.corpus  # of a stream, of the newest table
         self._version = self._incarnation = ""
         self._num_restarts = 0
@@ -170,27 +170,27 @@ class MinerClient:
         if self._asked is None and time.monotonic() - self._asked_at > _ASK_EVERY_S:
             self._asked_at = time.monotonic()
             known = (self._corpus.key,) if self._corpus is not None and self._mined.grows else ()
-            self._asked = self._miner.news.remote(self._group, self._version, *known)
+            self._asked = self._miner.update_for.remote(self._group, self._version, *known)
 
-    def _note(self, news: News) -> None:
-        if news.incarnation != self._incarnation:
+    def _note(self, update: MinerUpdate) -> None:
+        if update.incarnation != self._incarnation:
             self._num_restarts += self._incarnation != ""
             self._send_rows()
-        self._incarnation = news.incarnation
-        if news.table is None:
+        self._incarnation = update.incarnation
+        if update.table is None:
             return
-        self._version = news.table.version
-        if news.growth is not None:
-            corpus = Corpus.from_bytes(news.growth.corpus)
-            if self._corpus is not None and news.num_rows < len(self._corpus.sample_id):
+        self._version = update.table.version
+        if update.corpus_update is not None:
+            corpus = Corpus.from_bytes(update.corpus_update.corpus)
+            if self._corpus is not None and update.num_rows < len(self._corpus.sample_id):
                 self._send_rows()  # of a new miner, which has not got all rows yet
                 return
-            self._growth, self._corpus = news.growth, corpus
-        self._newest = news.table
+            self._corpus_update, self._corpus = update.corpus_update, corpus
+        self._newest = update.table
 
     def _send_rows(self) -> None:
         """Send a miner that may have none the rows of a stream that are known; only rank 0 has them."""
-        rows = self._mined.rows if self._growth is None else self._growth.rows
+        rows = self._mined.rows if self._corpus_update is None else self._corpus_update.rows
         if rows is not None:
             self._miner.add.remote(table_of_bytes(rows))
 
@@ -216,11 +216,11 @@ class MinerClient:
     def _share(self) -> None:
         """Take the newest table of rank 0, if it has a new one; collective."""
         newest, self._newest = self._newest, None
-        growth = None if newest is None else self._growth
+        corpus_update = None if newest is None else self._corpus_update
         query_step = self._sum_of_first(torch.tensor([-1 if newest is None else newest.query_step]))
         if int(query_step) < 0:
             return
-        corpus = self._share_corpus(growth) or self._mined.corpus
+        corpus = self._share_corpus(corpus_update) or self._mined.corpus
         assert corpus is not None, "a table has a corpus"
         shape = 2, len(corpus.positive), self._mined.num_candidates
         both = torch.zeros(shape, dtype=torch.int32)
@@ -229,20 +229,20 @@ class MinerClient:
         document, step = self._sum_of_first(both).numpy()
         self._mined.use(MinedTable(document=document, step=step, query_step=int(query_step)), corpus)
 
-    def _share_corpus(self, growth: Growth | None) -> Corpus | None:
+    def _share_corpus(self, update: CorpusUpdate | None) -> Corpus | None:
         """Take the corpus of a stream that came with the table of rank 0, if it is another one; collective."""
         if not self._mined.grows:
             return None
-        size = int(self._sum_of_first(torch.tensor([0 if growth is None else len(growth.corpus)])))
+        size = int(self._sum_of_first(torch.tensor([0 if update is None else len(update.corpus)])))
         if size == 0:
             return None
         sent = torch.zeros(size, dtype=torch.uint8)
-        if growth is not None:
+        if update is not None:
             sent, self._mined.rows = (
-                torch.frombuffer(bytearray(growth.corpus), dtype=torch.uint8),
-                growth.rows,
+                torch.frombuffer(bytearray(update.corpus), dtype=torch.uint8),
+                update.rows,
             )
-        self._growth = None
+        self._corpus_update = None
         return Corpus.from_bytes(self._sum_of_first(sent).numpy().tobytes())
 
     def _sum_of_first(self, value: Tensor) -> Tensor:

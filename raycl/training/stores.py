@@ -7,7 +7,7 @@ the download costs no wait of its own.
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -61,7 +61,7 @@ def build_store(
     """Return this worker's store: a client of ``bank``, or a local store without one."""
     negatives, (dim, dtype) = config.negatives, _stored_row(config)
     if negatives.store == "none":
-        return NoStore()
+        return Store()
     if negatives.store == "queue":
         queue = KeyQueue(negatives.capacity, dim, dtype) if bank is None else QueueClient(bank, rank=rank())
         return QueueStore(queue, capacity=negatives.capacity, device=device)
@@ -93,35 +93,31 @@ def wait_for_all(device: torch.device) -> None:
     all_sum(torch.zeros(1, device=device)).item()
 
 
-class Store(Protocol):
-    """The interface of a training step to its store."""
+class Store:
+    """The interface of a training step to its store, and a store without rows: all negatives are in the batch."""
 
     def fetch(self, views: Views, *, step: int) -> StoreBatch:
         """Return the stored rows to compare with the queries of this batch."""
-        ...
+        return StoreBatch()
 
     def start_download(self, rows: Tensor, views: Views, key_step: Tensor | None = None) -> None:
         """Start to copy the rows [local_batch, dim] to store for these views to the host; collective.
 
         ``key_step`` are the steps of their weights, int64 [local_batch], if these differ from the current step.
         """
-        ...
 
     def update(self, *, step: int) -> None:
         """Store the downloaded rows."""
-        ...
 
     def save(self, *, step: int) -> None:
         """Write the bank's snapshot of this step, if actors hold the rows; collective."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint; empty if actors hold the rows."""
-        ...
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` returned."""
-        ...
 
     def metrics(self, *, step: int, seconds: float) -> dict[str, float]:
         """Return the ages of the rows, in steps, and the fraction of ``seconds`` spent waiting for them.
@@ -129,40 +125,11 @@ class Store(Protocol):
         ``seconds`` is the time since the last call, and ``step`` is the last step. A queue reports its ages
         at the next step, a memory bank the ages of the last fetched rows.
         """
-        ...
-
-
-@final
-class NoStore:
-    """No store: all negatives are in the batch."""
-
-    def fetch(self, views: Views, *, step: int) -> StoreBatch:
-        """Return no rows."""
-        return StoreBatch()
-
-    def start_download(self, rows: Tensor, views: Views, key_step: Tensor | None = None) -> None:
-        """Do nothing."""
-
-    def update(self, *, step: int) -> None:
-        """Do nothing."""
-
-    def save(self, *, step: int) -> None:
-        """Do nothing."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return an empty state."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Do nothing."""
-
-    def metrics(self, *, step: int, seconds: float) -> dict[str, float]:
-        """Return no metrics."""
         return {}
 
 
 @final
-class QueueStore:
+class QueueStore(Store):
     """The newest keys of all workers, the same on each of them."""
 
     def __init__(self, store: KeyQueue | QueueClient, *, capacity: int, device: torch.device) -> None:
@@ -214,7 +181,7 @@ class QueueStore:
 
 
 @final
-class BankStore:
+class BankStore(Store):
     """A memory bank: the batch's own slots as keys or partition functions, and random slots as negatives.
 
     Every worker draws the same slots, and all queries of a step share them. Every worker has all new rows,

@@ -1,7 +1,7 @@
 """The views of a batch, with the ids of the next batches."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
 from typing import Any, NamedTuple, final
@@ -42,7 +42,7 @@ class Views:
     ``view_a``, ``view_b`` and ``further`` are the views of the first entry of ``augment.views``, ``crops`` those of
     the others. For pairs, ``view_a`` is the query, ``view_b`` the key, and ``negatives`` [num_negatives, ...] are
     the explicit negatives in the order of the queries. ``sample_id`` is on the device of the views, and ``ids``
-    is its copy on the host. ``example_ids`` identify duplicates, by default by sample id. ``next_ids`` are the
+    is its copy on the host. ``example_ids`` identify duplicates. ``next_ids`` are the
     sample ids of this worker's next two batches, fewer at the end of an epoch. ``data_set`` is the number of the data
     set of all rows. ``draw_key`` draws ``view_b`` if a pool of actors encodes it, so that it is None here.
     """
@@ -51,18 +51,13 @@ class Views:
     view_b: Tensor | None
     sample_id: Tensor
     ids: NDArray[np.int64]
+    example_ids: ExampleIds
     next_ids: tuple[NDArray[np.int64], ...] = ()
     further: tuple[Tensor, ...] = ()
     crops: tuple[Tensor, ...] = ()
     negatives: Tensor | None = None
-    example_ids: ExampleIds = field(default=None)  # type: ignore[assignment]
     data_set: int = 0
     draw_key: Callable[[], Tensor] | None = None
-
-    def __post_init__(self) -> None:
-        if self.example_ids is None:
-            ids = ExampleIds(query=self.sample_id, key=self.sample_id)
-            object.__setattr__(self, "example_ids", ids)
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from raycl.distributed import RowExchange, gather_detached, num_workers, use_shared_memory
+from raycl.losses.example_ids import ExampleIds
 from raycl.losses.objective import StoreBatch
 from raycl.negatives import MemoryBank
 from raycl.negatives.client import MemoryBankClient
@@ -62,6 +63,7 @@ def some_views(rank: int, num_workers: int) -> list[Views]:
             view_b=None,
             sample_id=torch.from_numpy(ids),
             ids=ids,
+            example_ids=ExampleIds(query=torch.from_numpy(ids), key=torch.from_numpy(ids)),
             next_ids=tuple(batches[step + 1 : step + 3]),
         )
         for step, ids in enumerate(batches)

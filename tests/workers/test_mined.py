@@ -8,7 +8,7 @@ import torch
 
 from raycl.training.corpus import build_corpus
 from raycl.training.mined import MinedNegatives
-from raycl.training.miner import Growth, News
+from raycl.training.miner import CorpusUpdate, MinerUpdate
 from raycl.training.mining import MinerClient
 from tests.test_mined import CONFIG, any_table, held_rows
 from tests.workers.processes import run_workers
@@ -39,11 +39,15 @@ def take_corpus(rank: int, num_workers: int) -> list[Any]:
     mined = MinedNegatives(None, CONFIG.negatives.mined, seed=0, load_rows=lambda _: corpus)
     client = MinerClient(None, mined, refresh=5, device=torch.device("cpu"))
     table, batch = any_table(corpus), rows.take(np.arange(rank, 40, num_workers), epoch=2)
-    growth = Growth(b"rows", corpus.to_bytes())
+    corpus_update = CorpusUpdate(b"rows", corpus.to_bytes())
     found = []
-    for news in (None, News("miner", table, growth, 60), News("miner", replace(table, query_step=300))):
-        if rank == 0 and news is not None:
-            client._note(news)
+    for update in (
+        None,
+        MinerUpdate("miner", table, corpus_update, 60),
+        MinerUpdate("miner", replace(table, query_step=300)),
+    ):
+        if rank == 0 and update is not None:
+            client._note(update)
         client._share()
         drawn = mined.draw(batch)
         names = [] if mined.corpus is None else mined.tokens(drawn).text_id.reshape(len(batch), -1)

@@ -20,7 +20,7 @@ from raycl.losses.example_ids import ExampleIds
 from raycl.losses.info_nce import InfoNce, ring_info_nce
 from raycl.losses.nt_xent import NtXent
 from raycl.losses.objective import Objective, StoreBatch
-from raycl.losses.views import Everyone, check_views, softmax_of_views
+from raycl.losses.views import GatheredViews, ViewBatch, check_views, softmax_of_views
 from tests.gradients import assert_close
 from tests.tiles import tiny_tiles_in
 from tests.workers.processes import run_workers
@@ -65,8 +65,8 @@ def ring_nt_xent(view_a: Tensor, view_b: Tensor, sample_id: Tensor, *, temperatu
     """Return NT-Xent by a ring of any number of workers."""
     views = view_a, view_b
     check_views(views, "sample_id", sample_id)
-    everyone = Everyone(None, gather_detached(sample_id), collectives.rank() * len(sample_id))
-    return softmax_of_views(views, sample_id, everyone, temperature=temperature)
+    gathered = GatheredViews(None, gather_detached(sample_id), collectives.rank() * len(sample_id))
+    return softmax_of_views(ViewBatch(views, sample_id, gathered), temperature=temperature)
 
 
 def objective(loss: str, temperature: Tensor) -> Objective:

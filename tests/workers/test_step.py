@@ -182,7 +182,14 @@ def losses_weights_and_rows_after_steps(
     for step in range(5):
         # Samples alternate between steps, so that the store holds more than one batch.
         ids = torch.arange(BATCH)[rows] + (step % 2) * BATCH
-        views = Views(view_a=view_a.float(), view_b=view_b.float(), sample_id=ids, ids=ids.numpy(), **others)
+        views = Views(
+            view_a=view_a.float(),
+            view_b=view_b.float(),
+            sample_id=ids,
+            ids=ids.numpy(),
+            example_ids=ExampleIds(query=ids, key=ids),
+            **others,
+        )
         settings: dict[str, Any] = {"learning_rate": 0.05, "momentum": 0.9, "precision": "float32"}
         settings["is_watched"] = is_clipped = config.optimizer.max_grad_norm is not None
         contrast = learner.objective(config, stage, hinge_weight=stage.hinge_weight, num_samples=50)
