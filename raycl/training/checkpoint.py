@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
-import ray
 import ray.train
 import torch
 
@@ -23,7 +22,7 @@ from raycl.errors import NonFiniteLossError
 from raycl.models.encoder_io import load_state
 from raycl.negatives.bank import Bank
 from raycl.negatives.placement import ShardAtRisk, reserved_memory
-from raycl.records import CHECKPOINTS, READ_ROWS, STATE, backup_manifest
+from raycl.records import CHECKPOINTS, STATE, backup_manifest
 from raycl.storage import Place
 from raycl.training.collapse_monitor import CollapseMonitor
 from raycl.training.coordinator import add_notice
@@ -137,8 +136,7 @@ class Checkpointer:
             self._save_bank(position, store)
             if self._is_writer:
                 backup_manifest(self._job.output)
-                if self._job.stream is not None:  # before the checkpoint, which is resumed with them
-                    ray.get(self._job.coordinator.save_rows.remote(self._job.output / READ_ROWS))
+                self._job.save_streamed_rows()  # before the checkpoint, which is resumed with them
             with (self._job.output / CHECKPOINTS).wrap_errors("save a checkpoint in"):
                 self._report(position, store, metrics, evaluated=evaluated)
         self.saved_step, self._saved_at = position.step, time.monotonic()

@@ -19,6 +19,7 @@ from raycl.data.split import Holdout
 from raycl.data.streaming import StreamingSampler
 from raycl.lease import Lease
 from raycl.negatives.bank import Bank
+from raycl.records import READ_ROWS
 from raycl.storage import Place
 from raycl.tokenization import Tokenizer, Vocabulary
 from raycl.training.coordinator import rows_in
@@ -146,6 +147,11 @@ class Job:
             rows_in(self.coordinator).check(
                 self.config.data.max_invalid_fraction, min_rows=min(_MIN_ROWS_CHECKED, sum(self.num_train))
             )
+
+    def save_streamed_rows(self) -> None:
+        """Save the counts of the stream's rows so far, which a resumed run needs."""
+        if self.stream is not None:
+            ray.get(self.coordinator.save_rows.remote(self.output / READ_ROWS))
 
 
 def _fetched(parts: list[Any]) -> list[Any]:

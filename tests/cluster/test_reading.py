@@ -457,13 +457,14 @@ def test_the_next_epoch_is_read_during_the_current_one(
 ) -> None:
     opened: list[int] = []
 
-    def open_epoch(epoch: int) -> ray.data.Dataset:
+    def open_epoch(epoch: int, num_unneeded: int) -> tuple[ray.data.Dataset, int]:
         def note(rows: pa.Table) -> pa.Table:
             (tmp_path / f"epoch-{epoch}").touch()
             return rows
 
         opened.append(epoch)
-        return stream.open_epoch(epoch).map_batches(note, batch_format="pyarrow")
+        dataset, num_skipped = stream.open_epoch(epoch, num_unneeded)
+        return dataset.map_batches(note, batch_format="pyarrow"), num_skipped
 
     mine, share = replace(stream, open_epoch=open_epoch), BatchShard(batch_size=20)
     batches = mine.epoch_batches(share, epoch=0, has_next=True)
@@ -503,8 +504,9 @@ def test_an_error_of_the_reader_reaches_every_worker(
     def broken(rows: pa.Table) -> pa.Table:
         raise ValueError("a block is broken")
 
-    def open_epoch(epoch: int) -> ray.data.Dataset:
-        return stream.open_epoch(epoch).map_batches(broken, batch_format="pyarrow")
+    def open_epoch(epoch: int, num_unneeded: int) -> tuple[ray.data.Dataset, int]:
+        dataset, num_skipped = stream.open_epoch(epoch, num_unneeded)
+        return dataset.map_batches(broken, batch_format="pyarrow"), num_skipped
 
     def refused(each: StreamingSampler, share: BatchShard) -> list[list[int]]:
         with pytest.raises(Exception, match="a block is broken"):
