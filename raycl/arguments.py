@@ -42,5 +42,5 @@ def as_addresses(name: str, value: object) -> list[str]:
 
 
 def listed(value: Any) -> list[Any]:
-    """Return what was given once or in a list; nothing for None."""
+    """Return the values of a list, or one value as a list; nothing for None."""
     return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
