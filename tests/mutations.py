@@ -1161,6 +1161,27 @@ MUTATIONS = [
         "tests/test_order.py",
     ),
     Mutation(
+        "a resumed stream skips a fragment with a row that it needs",
+        "raycl/data/streaming.py",
+        "if num_rows is None or num_skipped + num_rows > num_unneeded:",
+        "if num_rows is None or num_skipped > num_unneeded:",
+        "tests/test_data.py",
+    ),
+    Mutation(
+        "a resumed stream counts no rows of the fragments that it skips",
+        "raycl/data/windows.py",
+        "skipped = RowRange(None, 0, num_skipped, 0.0)",
+        "skipped = RowRange(None, 0, 0, 0.0)",
+        "tests/cluster/test_reading.py",
+    ),
+    Mutation(
+        "a resumed run forgets the rows of fragments that it does not read again",
+        "raycl/training/coordinator.py",
+        "                self.add_rows(fragment, _stats_of(counts))",
+        "                _stats_of(counts)",
+        "tests/test_data.py",
+    ),
+    Mutation(
         "a resumed stream begins at its first window",
         "raycl/data/streaming.py",
         "first, skipped = divmod(start, cutter.num_batches)",
