@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,10 @@ from raycl.data.sources import ROWS_PER_FRAGMENT, Fragment, RawRows, Source, che
 from raycl.data.split import Holdout, make_split
 from raycl.data.streaming import without_first_rows
 from raycl.errors import DataError
+from raycl.records import READ_ROWS
 from raycl.storage import Place
 from raycl.training.coordinator import RunCoordinator
+from raycl.training.job import Job
 from tests.images import encode, photograph, write_digits
 from tests.table_files import write_saved
 
@@ -561,14 +564,17 @@ def test_a_restarted_coordinator_restores_a_journal_with_an_incomplete_last_line
 
 def test_a_resumed_run_restores_the_counts_of_fragments(tmp_path: Path) -> None:
     first, file = RunCoordinator(), Place(str(tmp_path)) / "read_rows.json.gz"
-    first.restore_rows(file)  # of a new run
-    first.add_rows("a", stats(invalid=Counter({"not an image": 1})))
-    first.add_rows("b", ReadStats(num_rows=5, num_train=5, skipped=Counter({"labels without a query": 3})))
+    first.restore_rows(file, "x")  # of a new run
+    first.add_rows("x:0", stats(invalid=Counter({"not an image": 1})))
+    first.add_rows("x:9", ReadStats(num_rows=5, num_train=5, skipped=Counter({"labels without a query": 3})))
     first.save_rows(file)
     second = RunCoordinator(None, str(tmp_path / "journal"))
-    second.restore_rows(file)
+    second.restore_rows(file, "x")
     assert second.rows() == first.rows()
-    assert second.num_train() == {"a": 8, "b": 5}
+    assert second.num_train() == {"x:0": 8, "x:9": 5}
+    moved = RunCoordinator()
+    moved.restore_rows(file, "y")  # the same data at another address, which are read again
+    assert moved.num_train() == {}
     assert RunCoordinator(None, str(tmp_path / "journal")).rows() == first.rows()
     file.delete()
     first.save_rows(file)  # nothing is new
@@ -577,6 +583,35 @@ def test_a_resumed_run_restores_the_counts_of_fragments(tmp_path: Path) -> None:
     assert first.rows().num_rows == 22
     first.save_rows(file)
     assert file.exists()
+
+
+@pytest.mark.parametrize("keep", [0, 1, 20])
+def test_damaged_counts_of_fragments_are_reported_and_not_used(tmp_path: Path, keep: int) -> None:
+    coordinator, file = RunCoordinator(), Place(str(tmp_path)) / "read_rows.json.gz"
+    coordinator.add_rows("x:0", stats())
+    coordinator.save_rows(file)
+    file.write_bytes(file.read_bytes()[:keep] or b"{}")
+    resumed = RunCoordinator()
+    resumed.restore_rows(file, "x")
+    assert resumed.num_train() == {}
+    [notice] = resumed.notices()
+    assert notice.endswith("read_rows.json.gz is damaged: a stream is read from the first row of its epoch")
+
+
+def test_a_stream_with_too_many_invalid_rows_is_counted_again_after_it_is_corrected(tmp_path: Path) -> None:
+    coordinator, output = RunCoordinator(), Place(str(tmp_path))
+    data = SimpleNamespace(max_invalid_fraction=0.01)
+    job: Any = SimpleNamespace(
+        stream=(), coordinator=coordinator, config=SimpleNamespace(data=data), num_train=(9,), output=output
+    )
+    coordinator.add_rows("x:0", stats())
+    coordinator.save_rows(output / READ_ROWS)
+    Job.check_streamed_rows(job)
+    assert (output / READ_ROWS).exists()
+    coordinator.add_rows("x:9", stats(invalid=Counter({"not an image": 2})))
+    with pytest.raises(DataError, match="2 of 20 rows are invalid"):
+        Job.check_streamed_rows(job)
+    assert not (output / READ_ROWS).exists()
 
 
 def test_fragments_of_used_rows_are_skipped_up_to_the_first_unknown_one() -> None:

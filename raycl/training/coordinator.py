@@ -6,6 +6,7 @@ import json
 import tempfile
 import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
@@ -126,10 +127,18 @@ class RunCoordinator:
             file.write_bytes(gzip.compress(counts.encode(), compresslevel=1))
             self._is_saved = True
 
-    def restore_rows(self, file: "Place") -> None:
-        """Add the counts that an earlier process of this run has saved, if any."""
-        if file.exists():
-            for fragment, counts in json.loads(gzip.decompress(file.read_bytes())).items():
+    def restore_rows(self, file: "Place", uri: str) -> None:
+        """Add the counts that an earlier process of this run has saved of fragments below ``uri``, if any."""
+        if not file.exists():
+            return
+        content = file.read_bytes()
+        try:
+            saved = json.loads(gzip.decompress(content))
+        except (OSError, EOFError, ValueError, zlib.error):
+            self.add_notice(f"{file} is damaged: a stream is read from the first row of its epoch")
+            return
+        for fragment, counts in saved.items():
+            if fragment.startswith(f"{uri}:"):  # a copy at another address is counted anew
                 self.add_rows(fragment, _stats_of(counts))
 
     def _restore(self, journal: Path) -> None:

@@ -158,7 +158,8 @@ class DataModule:
             )
         else:
             kept_whole = fragments_kept_whole(self._config, self._first.source)
-            ray.get(self._coordinator.restore_rows.remote(output / READ_ROWS))
+            uri = self._first.fragments[0].uri
+            ray.get(self._coordinator.restore_rows.remote(output / READ_ROWS, uri))
             opened = stream_source(self._first.source, decoder, seed=seed, kept_whole=kept_whole)
         return StreamingSampler(
             open_epoch=opened,

@@ -17,6 +17,7 @@ from raycl.data.columns import ColumnNames
 from raycl.data.in_memory import InMemoryDataset
 from raycl.data.split import Holdout
 from raycl.data.streaming import StreamingSampler
+from raycl.errors import DataError
 from raycl.lease import Lease
 from raycl.negatives.bank import Bank
 from raycl.records import READ_ROWS
@@ -143,10 +144,14 @@ class Job:
 
     def check_streamed_rows(self) -> None:
         """Raise ``DataError`` if too many rows of the stream were invalid so far."""
-        if self.stream is not None:
-            rows_in(self.coordinator).check(
-                self.config.data.max_invalid_fraction, min_rows=min(_MIN_ROWS_CHECKED, sum(self.num_train))
-            )
+        if self.stream is None:
+            return
+        min_rows = min(_MIN_ROWS_CHECKED, sum(self.num_train))
+        try:
+            rows_in(self.coordinator).check(self.config.data.max_invalid_fraction, min_rows=min_rows)
+        except DataError:
+            (self.output / READ_ROWS).delete()  # a run that resumes on corrected rows counts them again
+            raise
 
     def save_streamed_rows(self) -> None:
         """Save the counts of the stream's rows so far, which a resumed run needs."""
