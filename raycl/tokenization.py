@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, Literal, Self, final
 
 import numpy as np
@@ -30,6 +31,7 @@ _CHINESE_OR_JAPANESE = tuple("ãäåæçèé")
 _MAX_TOKEN_CHARACTERS = 16  # in a trained tokenizer
 _SLACK = 64  # a word cut in half at the end lies beyond the last token that is kept
 _TRAINING_CHARACTERS = 100_000
+_PART = 1_000  # texts whose tokens are counted at a time
 _IN_BRACKETS = re.compile(r"\[\w+\]|<\w+>")
 _LONG_RUN = re.compile(r"\S{64}")  # training time grows faster than the square of the longest word
 _LONGEST_WORD = 32  # characters; WordPiece time grows with the cube of the word's length
@@ -166,24 +168,28 @@ class Tokenizer:
                 spellings[number] = " " * bool(self.begins_word[number]) + text
         return spellings
 
-    def encode(self, texts: Sequence[str], max_length: int) -> list[NDArray[np.int32]]:
+    def encode(
+        self, texts: Sequence[str], max_length: int, *, all_cores: bool = False
+    ) -> list[NDArray[np.int32]]:
         """Return the tokens of each text, 1 to ``max_length`` of them.
 
         Only the first 16 * ``max_length`` characters of a text are read: no token of a trained tokenizer
         is longer, so the limit matters only for texts with long runs of spaces. A text without tokens,
-        such as an empty one, becomes [UNK]. The tokens of a text do not depend on other texts.
+        such as an empty one, becomes [UNK]. The tokens of a text do not depend on other texts. ``all_cores``
+        encodes on all cores of the machine, and on one otherwise.
         """
         max_own = max_length - len(self._before) - len(self._after)
         if max_own < 1:
             raise ConfigError(f"max_length leaves no room for a text, came {max_length}; 32 to 512 is usual")
         max_characters = _MAX_TOKEN_CHARACTERS * max_own + _SLACK
-        rows = []
-        # One by one: the library's batch method takes all cores, also those of other tasks.
-        for text in texts:
-            text = text if len(text) <= max_characters else text.lstrip()[:max_characters]
-            own = self._tokenizer.encode(text, add_special_tokens=False).ids[:max_own] or [self._unknown]
-            rows.append(self._swap_padding(np.array(self._before + own + self._after, np.int32)))
-        return rows
+        read = [text if len(text) <= max_characters else text.lstrip()[:max_characters] for text in texts]
+        encoded: Iterable[Any] = (
+            self._tokenizer.encode_batch(read, add_special_tokens=False)  # takes all cores
+            if all_cores
+            else (self._tokenizer.encode(text, add_special_tokens=False) for text in read)
+        )
+        rows = (self._before + (each.ids[:max_own] or [self._unknown]) + self._after for each in encoded)
+        return [self._swap_padding(np.array(row, np.int32)) for row in rows]
 
     def num_prompt_tokens(self, prompt: str) -> int:
         """Return the number of tokens before the text itself, special tokens among them; 0 without a prompt.
@@ -310,10 +316,15 @@ class Vocabulary:
         max_length: int,
         size: int,
         lowercase: bool,
+        counted: bool = True,
     ) -> "Vocabulary":
-        """Count the tokens of texts; without a tokenizer, train one on them."""
+        """Count the tokens of texts if ``counted``; without a tokenizer, train one on them."""
         tokenizer = tokenizer or train_tokenizer(texts, vocabulary_size=size, lowercase=lowercase)
-        rows = tokenizer.encode(texts, max_length)
+        if not counted:
+            return cls(tokenizer)
+        # In parts, since the tokens of a million documents do not fit in memory.
+        parts = (texts[start : start + _PART] for start in range(0, len(texts), _PART))
+        rows = chain.from_iterable(tokenizer.encode(part, max_length, all_cores=True) for part in parts)
         return cls(tokenizer, inverse_document_frequency(rows, tokenizer.num_tokens))
 
     @classmethod

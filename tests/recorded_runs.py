@@ -19,7 +19,7 @@ from raycl.step_replay.record import read_record
 from raycl.step_replay.restore import coming_views
 from raycl.step_replay.rows import read_rows
 from raycl.storage import Place
-from raycl.training.data_set import count_tokens
+from raycl.training.data_set import read_vocabulary
 from raycl.training.preflight import column_names, describe_data, save_run_files
 from raycl.training.run_chain import RunChain
 from raycl.training.step_runner import StepRunner
@@ -63,7 +63,7 @@ def record_run(
     sources = [find_source(str(path), column_names(config)) for path in paths]
     vocabulary = None
     if config.has_texts:
-        vocabulary = count_tokens(config.text, None, sources[0].columns, sources)
+        vocabulary = read_vocabulary(config.text, None, sources[0].columns, sources, counted=True)
     described = describe_data(
         [source.uri for source in sources],
         [source.num_rows for source in sources],

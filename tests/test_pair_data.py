@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raycl.config.overrides import override
 from raycl.data import click_logs
 from raycl.data.click_logs import (
     CONTRADICTED,
@@ -35,7 +36,7 @@ from raycl.data.sources import Fragment, RawRows, Source
 from raycl.data.texts import TextFormat, TextsFormat, TokenLists, Tokens
 from raycl.errors import DataError, InvalidValueError
 from raycl.recipes import recipe
-from raycl.training.data_set import count_tokens
+from raycl.training.data_set import learn_vocabulary, read_vocabulary
 from tests.pairs import vocabulary
 from tests.texts import invented_texts
 
@@ -483,9 +484,26 @@ def test_a_vocabulary_skips_the_texts_of_a_dataset_that_are_not_utf8() -> None:
     learned = []
     for column in (texts[:1], texts, lists):
         data: Any = DatasetOfOneBatch(pa.table({"t": column}))
-        found = count_tokens(recipe("simcse").text, None, ColumnNames(image=None, text="t"), [data])
+        found = read_vocabulary(
+            recipe("simcse").text, None, ColumnNames(image=None, text="t"), [data], counted=True
+        )
         learned.append(found.tokenizer.to_json())
     assert learned[1:] == learned[:1] * 2
+
+
+def test_tokens_are_counted_for_encoders_that_start_from_their_frequencies() -> None:
+    texts, data = recipe("simcse").text, DatasetOfOneBatch(pa.table({"t": ["one two", "two"]}))
+    columns, unread = ColumnNames(image=None, text="t"), DatasetOfOneBatch(pa.table({}))
+    for name, counted in (("bag_of_subwords", True), ("transformer", False), ("transformers:folder", False)):
+        assert override(recipe("simcse"), {"encoder.name": name}).counts_tokens is counted
+        learned = learn_vocabulary(texts, None, columns, [data], counted=counted)  # pyright: ignore
+        assert (learned.weights is not None) is counted
+        if not counted:
+            again = learn_vocabulary(texts, learned.tokenizer, columns, [unread], counted=False)  # pyright: ignore
+            assert again.tokenizer is learned.tokenizer
+    assert not recipe("simclr").counts_tokens
+    assert recipe("clip").counts_tokens
+    assert not override(recipe("clip"), {"text_encoder.name": "transformer"}).counts_tokens
 
 
 # Columns

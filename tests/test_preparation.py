@@ -12,7 +12,7 @@ from raycl.data.columns import ColumnNames
 from raycl.data.sources import find_source
 from raycl.errors import ConfigError, DataError, RayclError
 from raycl.preparation import _image_tables, gather_texts, make_tokenizer
-from raycl.training.data_set import count_tokens
+from raycl.training.data_set import read_vocabulary
 from tests.table_files import write_rows
 from tests.texts import invented_texts
 
@@ -165,7 +165,7 @@ def test_a_tokenizer_reads_texts_beside_labels_of_any_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("raycl.preparation.connect_cluster", lambda *_, **__: None)
-    monkeypatch.setattr("raycl.preparation.learn_vocabulary", count_tokens)
+    monkeypatch.setattr("raycl.preparation.learn_vocabulary", read_vocabulary)
     rows = pa.table({"text": invented_texts(40, seed=1), "label": [number / 2 for number in range(40)]})
     pq.write_table(rows, tmp_path / "texts.parquet")
     columns, output = ColumnNames(image=None, text="text"), tmp_path / "tokenizer.json"

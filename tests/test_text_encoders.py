@@ -261,6 +261,8 @@ def test_the_encoder_of_a_run_starts_from_spellings() -> None:
     unmixed = build_encoder(config, own, vocabulary)
     assert not unmixed.token_embedding.weight.any()  # pyright: ignore
     assert unmixed.log_weights.any()  # pyright: ignore
+    unweighted = spec.model_copy(update={"arguments": {**spec.arguments, "weighted": False}})
+    assert build_encoder(config, unweighted, vocabulary).log_weights is None
     walks, walked, talks = (vectors[0][number_of[name]] for name in (" walks", " walked", " talks"))
     assert walks @ walked > walks @ talks + 0.1 > 0.1
 

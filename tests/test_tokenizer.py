@@ -24,6 +24,7 @@ from raycl.errors import ConfigError, DataError
 from raycl.tokenization import (
     InvalidTextError,
     Tokenizer,
+    Vocabulary,
     inverse_document_frequency,
     read_text,
     train_tokenizer,
@@ -166,6 +167,22 @@ def test_the_tokens_of_a_text_do_not_depend_on_other_texts(tokenizer: Tokenizer)
     together = tokenizer.encode(TEXTS[:100], 24)
     for text, row in zip(TEXTS[:100], together, strict=True):
         assert np.array_equal(row, tokenizer.encode([text], 24)[0])
+
+
+def test_all_cores_encode_as_one(tokenizer: Tokenizer) -> None:
+    texts = [*TEXTS[:100], "", " " * 10_000 + "late", "word " * 400, "[SEP] \u4f60\u597d"]
+    for row, other in zip(
+        tokenizer.encode(texts, 24), tokenizer.encode(texts, 24, all_cores=True), strict=True
+    ):
+        assert np.array_equal(row, other)
+
+
+def test_a_vocabulary_counts_the_tokens_of_all_its_texts(tokenizer: Tokenizer) -> None:
+    texts = TEXTS[:100] * 25  # more than are counted at a time
+    came = Vocabulary.of_texts(texts, tokenizer, max_length=24, size=0, lowercase=True).weights
+    assert came is not None
+    rows = tokenizer.encode(texts, 24)
+    np.testing.assert_array_equal(came, inverse_document_frequency(rows, tokenizer.num_tokens))
 
 
 @pytest.mark.parametrize("max_length", [1, 7, 40])

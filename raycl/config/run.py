@@ -33,7 +33,7 @@ from raycl.config.schema import (
 )
 from raycl.config.stage import Stage
 from raycl.loss_specs import LOSSES, cross_entropy_for
-from raycl.models.registry import HUGGING_FACE
+from raycl.models.registry import HUGGING_FACE, is_transformer
 
 LENIENT = {"inactive": "accepted"}  # context of a validation that accepts inactive settings
 TRAINED = LENIENT | {"problems": "accepted"}  # and also settings that exclude each other
@@ -211,6 +211,11 @@ class RunConfig(Section):
         """The names of the networks, one or two."""
         of_texts = (self.text_encoder.name,) if self.data.kind == "image_text" else ()
         return (self.encoder.name, *of_texts)
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the encoder of texts may start from the frequencies of tokens, as a bag of subwords does."""
+        return self.has_texts and not is_transformer(self.encoder_names[-1])
 
     @property
     def has_pretrained_tokenizer(self) -> bool:

@@ -89,7 +89,8 @@ def build_encoder(config: RunConfig, spec: EncoderSpec, vocabulary: Vocabulary |
     if config.encoder.freeze_patches and spec.name in VITS:
         encoder.conv_proj.requires_grad_(False)  # pyright: ignore[reportCallIssue]
     if vocabulary is not None and vocabulary.weights is not None and isinstance(encoder, BagOfSubwords):
-        encoder.start_weights(torch.tensor(vocabulary.weights))
+        if encoder.log_weights is not None:
+            encoder.start_weights(torch.tensor(vocabulary.weights))
         if spec.name == "bag_of_subwords":  # another builder may have given vectors of its own
             encoder.start_vectors(vocabulary.tokenizer.spellings)
     return encoder

@@ -23,7 +23,7 @@ from raycl.models.build import load_tokenizer
 from raycl.step_replay.record import RecordedRun, check_repeatable
 from raycl.tokenization import Tokenizer, Vocabulary
 from raycl.training.data_module import evaluation_fragments, fragments_kept_whole, hold_out, streamed_ids
-from raycl.training.data_set import count_tokens
+from raycl.training.data_set import read_vocabulary
 from raycl.training.job import Job
 from raycl.training.preflight import check_pairs, check_sizes, column_names
 from raycl.training.transforms import build_formats
@@ -63,11 +63,11 @@ class RunRows:
 
     def with_counted_tokens(self) -> Job:
         """Return the job with the frequencies of tokens, from which some text encoders start."""
-        tokenizer = self.job.tokenizer
-        if tokenizer is None:
+        tokenizer, config = self.job.tokenizer, self.run.config
+        if tokenizer is None or not config.counts_tokens:
             return self.job
         columns = self.sources[0].columns
-        vocabulary = count_tokens(self.run.config.text, tokenizer, columns, self.sources)
+        vocabulary = read_vocabulary(config.text, tokenizer, columns, self.sources, counted=True)
         return replace(self.job, vocabulary=vocabulary)
 
 

@@ -68,9 +68,13 @@ class DataModule:
         return self.holdout.test > 0 and self.can_be_evaluated
 
     def learn_vocabulary(self, tokenizer: Tokenizer | None) -> Vocabulary:
-        """Count the tokens of the texts, with a new tokenizer unless one is given; required before decoding."""
+        """Train a tokenizer unless one is given, and count tokens if an encoder uses it; required before decoding."""
         vocabulary = learn_vocabulary(
-            self._config.text, tokenizer, self.columns, [each.rows for each in self.data_sets]
+            self._config.text,
+            tokenizer,
+            self.columns,
+            [each.rows for each in self.data_sets],
+            counted=self._config.counts_tokens,
         )
         self._tokenizer = vocabulary.tokenizer
         check_prompts(self._config.text, vocabulary.tokenizer)

@@ -117,21 +117,28 @@ def learn_vocabulary(
     tokenizer: Tokenizer | None,
     columns: ColumnNames,
     data: Sequence[Source | ray.data.Dataset],
+    *,
+    counted: bool,
 ) -> Vocabulary:
-    """Count the tokens of these columns as ``count_tokens`` does: of sources in a task of Ray, near the data."""
+    """Read texts as ``read_vocabulary`` does: those of sources in a task of Ray, near the data."""
+    if tokenizer is not None and not counted:
+        return Vocabulary(tokenizer)
     if not isinstance(data[0], Source):
-        return count_tokens(text, tokenizer, columns, data)
+        return read_vocabulary(text, tokenizer, columns, data, counted=counted)
+    task: Any = ray.remote(num_cpus=1)(read_vocabulary)  # pyright: ignore
     with unwrap_ray_errors():
-        return ray.get(ray.remote(num_cpus=1)(count_tokens).remote(text, tokenizer, columns, data))
+        return ray.get(task.remote(text, tokenizer, columns, data, counted=counted))
 
 
-def count_tokens(
+def read_vocabulary(
     text: TextConfig,
     tokenizer: Tokenizer | None,
     columns: ColumnNames,
     data: Sequence[Source | ray.data.Dataset],
+    *,
+    counted: bool,
 ) -> Vocabulary:
-    """Count the tokens of these columns, with a tokenizer trained on them unless one is given.
+    """Train a tokenizer on the texts of these columns unless one is given, and count their tokens if ``counted``.
 
     Raises ``DataError`` if no text is valid.
     """
@@ -142,8 +149,14 @@ def count_tokens(
     found = list(islice(in_turn, text.tokenizer_train_size))
     if not found:
         raise DataError("found no valid text to train a tokenizer on; check the text columns")
-    size, lowercase = text.vocabulary_size, text.lowercase
-    return Vocabulary.of_texts(found, tokenizer, max_length=text.longest, size=size, lowercase=lowercase)
+    return Vocabulary.of_texts(
+        found,
+        tokenizer,
+        max_length=text.longest,
+        size=text.vocabulary_size,
+        lowercase=text.lowercase,
+        counted=counted,
+    )
 
 
 def _texts(text: TextConfig, values: Iterator[tuple[str, list[Any]]]) -> Iterator[str]:

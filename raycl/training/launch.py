@@ -18,7 +18,7 @@ from raycl.models.build import build_towers
 from raycl.progress import ProgressLine, rows_read
 from raycl.ray_runtime import connect_cluster, unwrap_ray_errors
 from raycl.records import failures, write_result
-from raycl.tokenization import Vocabulary
+from raycl.tokenization import Tokenizer, Vocabulary
 from raycl.training.banks import open_bank, open_miner
 from raycl.training.coordinator import rows_in, start_coordinator
 from raycl.training.data_module import DataModule, known_tokenizer
@@ -169,12 +169,9 @@ def train_validated(
         )
         _check_data(run, data, described)
         check_cluster(config, streamed=data.streamed, report=report)
-        vocabulary = None
-        if config.has_texts:
-            report("counting the tokens of the texts" if tokenizer else "training a tokenizer on the texts")
-            vocabulary = data.learn_vocabulary(tokenizer)
-            if tokenizer is None:
-                _check_towers(config, encoder, vocabulary)
+        vocabulary = _learn_vocabulary(config, data, tokenizer, report) if config.has_texts else None
+        if vocabulary and tokenizer is None:
+            _check_towers(config, encoder, vocabulary)
         job = _read_data(run, data, coordinator, quiet=quiet)
         if data.columns.weight is not None and not data.streamed:
             names = ["sample_id", "weight.value"]
@@ -192,6 +189,16 @@ def train_validated(
                 _warn_of_leakage(config, final, report)
                 _warn_of_baseline(config, final, report)
                 return _write_result(run, data, final, coordinator)
+
+
+def _learn_vocabulary(
+    config: RunConfig, data: DataModule, tokenizer: Tokenizer | None, report: Printer
+) -> Vocabulary:
+    if tokenizer is None:
+        report("training a tokenizer on the texts")
+    elif config.counts_tokens:
+        report("counting the tokens of the texts")
+    return data.learn_vocabulary(tokenizer)
 
 
 def _check_towers(config: RunConfig, network: nn.Module | None, vocabulary: Vocabulary) -> None:
