@@ -1,6 +1,6 @@
 """Prepare data once, in a submitted job: ``ray job submit --working-dir . -- python jobs/prepare.py ...``.
 
-``images`` packs a folder of images into parquet files and ``rows`` tars, CSV or JSONL files into one, ``tokenizer`` trains a
+``images`` packs a folder of images into parquet files, and ``rows`` tars, CSV or JSONL files; ``tokenizer`` trains a
 tokenizer on a corpus, ``pairs`` groups a labeled click log by query, and ``groups`` collects equivalent texts into
 lists. Addresses are local paths or s3://.
 """
@@ -25,6 +25,7 @@ Data = Annotated[
         help="File (parquet, Arrow, tar, CSV, JSONL), folder of them, table (Delta, Iceberg, Lance), or folder of images."
     ),
 ]
+RowsPerFile = Annotated[int, typer.Option(help="Approximate rows per file.")]
 Output = Annotated[str, typer.Option(help="Output address; must not exist.")]
 
 
@@ -32,7 +33,7 @@ Output = Annotated[str, typer.Option(help="Output address; must not exist.")]
 def images(
     data: Data,
     output: Output,
-    rows_per_file: Annotated[int, typer.Option(help="Approximate images per file.")] = 10_000,
+    rows_per_file: RowsPerFile = 10_000,
     address: Address = None,
     debug: Debug = False,
 ) -> None:
@@ -48,10 +49,13 @@ def rows(
     data: Data,
     output: Output,
     columns: Annotated[str, typer.Option(help="Columns: role or role=NAME, comma-separated.")] = "text",
+    rows_per_file: RowsPerFile = 10_000,
+    address: Address = None,
     debug: Debug = False,
 ) -> None:
-    """Pack tars, CSV or JSONL files into a parquet file with the same rows and ids; OUTPUT ends in .parquet."""
-    packed = pack_rows(data, output, columns=_columns(columns, list(vars(ColumnNames()))))
+    """Pack tars, CSV or JSONL files into parquet files with the same rows and ids."""
+    names = _columns(columns, list(vars(ColumnNames())))
+    packed = pack_rows(data, output, columns=names, rows_per_file=rows_per_file, address=address, debug=debug)
     print(f"{packed.num_rows:,} rows packed into {output}")
     for line in packed.unread():
         print(line)

@@ -1,8 +1,7 @@
 """One-time conversions of a data set, so that runs can read it fast."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import final
 
 import numpy as np
@@ -29,6 +28,7 @@ from raycl.errors import DataError
 from raycl.lease import writing_new
 from raycl.ray_runtime import connect_cluster, unwrap_ray_errors
 from raycl.recipes import recipe
+from raycl.storage import Place
 from raycl.tokenization import InvalidTextError, Tokenizer, read_text
 from raycl.training.coordinator import rows_in, start_coordinator
 from raycl.training.data_set import learn_vocabulary
@@ -48,14 +48,56 @@ def pack_images(
     with writing_new(output) as place:
         source = find_source(data)
         check_no_splits(source)
-        connect_cluster(address, debug=debug)
-        filesystem, path = place.resolve()
-        with unwrap_ray_errors():
-            # With small row groups a task reads only its own rows.
-            map_fragments(source, _image_tables).write_parquet(
-                path, filesystem=filesystem, min_rows_per_file=rows_per_file, row_group_size=1_024
-            )
+        _write(source, _image_tables, place, rows_per_file=rows_per_file, address=address, debug=debug)
         return source
+
+
+def pack_rows(
+    data: str,
+    output: str,
+    *,
+    columns: ColumnNames,
+    rows_per_file: int = 10_000,
+    address: str | None = None,
+    debug: bool = False,
+) -> Source:
+    """Copy the ``columns`` of tars, CSV or JSONL files into parquet files, with the same ids; return the source.
+
+    Without a column of ids, these are the numbers of the rows, in the column ``sample_id``. Texts become bytes, since
+    some may not be UTF-8; training counts those. Raises ``DataError`` for other or broken files, ``StorageError`` if
+    the output exists.
+    """
+    check_output_is_outside(output, [data])
+    with writing_new(output) as place:
+        source = find_source(data, columns)
+        if source.types is None:
+            raise DataError(f"{data} holds no tars, CSV or JSONL files; give some, or train on it as it is")
+        _write(source, _row_tables, place, rows_per_file=rows_per_file, address=address, debug=debug)
+        return source
+
+
+def _write(
+    source: Source,
+    tables: Callable[[Source, Fragment], Iterator[pa.Table]],
+    place: Place,
+    *,
+    rows_per_file: int,
+    address: str | None,
+    debug: bool,
+) -> None:
+    """Write the ``tables`` of all fragments in tasks of Ray, as files of at least ``rows_per_file`` rows."""
+    connect_cluster(address, debug=debug)
+    filesystem, path = place.resolve()
+    with unwrap_ray_errors():
+        # With small row groups a task reads only its own rows. With the CPUs of the reading, Ray Data would join both in
+        # tasks of as many fragments as a file has rows.
+        map_fragments(source, tables).write_parquet(
+            path,
+            filesystem=filesystem,
+            min_rows_per_file=rows_per_file,
+            row_group_size=1_024,
+            ray_remote_args={"num_cpus": 0.5},
+        )
 
 
 def _image_tables(source: Source, fragment: Fragment) -> Iterator[pa.Table]:
@@ -71,29 +113,21 @@ def _image_tables(source: Source, fragment: Fragment) -> Iterator[pa.Table]:
         yield pa.table(columns)
 
 
+def _row_tables(source: Source, fragment: Fragment) -> Iterator[pa.Table]:
+    assert source.types is not None
+    for position, table in source.tables(fragment, source.types.names):
+        if source.columns.sample_id is None:
+            first = fragment.first_id + position - fragment.start
+            table = table.append_column(
+                "sample_id", pa.array(range(first, first + table.num_rows), pa.int64())
+            )
+        yield table
+
+
 def _labels(label: NDArray[np.int64], classes: tuple[str, ...] | None) -> pa.Array:
     """Return labels for a file: classes by name, since another set may number them differently."""
     numbers = pa.array(label, pa.int64(), mask=label == NO_LABEL)
     return numbers if classes is None else pa.array(classes, pa.string()).take(numbers)
-
-
-def pack_rows(data: str, output: str, *, columns: ColumnNames) -> Source:
-    """Copy the ``columns`` of tars, CSV or JSONL files into a parquet file, in order; return the source.
-
-    Texts become bytes, since some may not be UTF-8; training counts those. This process reads all rows. Raises
-    ``DataError`` for other or broken files, ``StorageError`` if the output exists.
-    """
-    check_output_is_outside(output, [data])
-    with writing_new(output, is_file=True) as place:
-        source = find_source(data, columns)
-        if source.types is None:
-            raise DataError(f"{data} holds no tars, CSV or JSONL files; give some, or train on it as it is")
-        with place.create() as sink, pq.ParquetWriter(sink, source.types) as writer:
-            for fragment in source.fragments:
-                tables = (table for _, table in source.tables(fragment, source.types.names))
-                while group := list(islice(tables, 8)):
-                    writer.write_table(pa.concat_tables(group))
-        return source
 
 
 def group_pairs(

@@ -289,6 +289,19 @@ def test_fragments_cover_each_row_once_with_any_row_groups(tmp_path: Path, row_g
     assert max(fragment.num_rows for fragment in source.fragments) <= 2 * ROWS_PER_FRAGMENT
 
 
+@pytest.mark.parametrize(("num_files", "num_parts"), [(1, 8), (4, 4), (16, 1), (17, 1)])
+def test_files_are_cut_into_fewer_parts_the_more_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_files: int, num_parts: int
+) -> None:
+    monkeypatch.setattr("raycl.data.sources.ROWS_PER_FRAGMENT", 2)
+    monkeypatch.setattr("raycl.data.sources._ENOUGH_PARTS", 16)
+    for number in range(num_files):
+        write_parquet(tmp_path / f"{number:02}.parquet", 45, 100)
+    fragments = find_source(str(tmp_path)).fragments
+    assert sum(fragment.num_rows for fragment in fragments) == 45 * num_files
+    assert len(fragments) == num_files * num_parts
+
+
 def test_ids_come_from_the_id_column_and_texts_are_hashed(tmp_path: Path) -> None:
     file = write_parquet(tmp_path / "a.parquet", number=[7, 5, 6], name=["x", "y", "x"])
     by_number, by_name = (find_source(file, ColumnNames(sample_id=name)) for name in ("number", "name"))

@@ -6,6 +6,8 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ from raycl.data import tar_tables
 from raycl.data.columns import ColumnNames
 from raycl.data.sources import find_source
 from raycl.errors import DataError
-from raycl.preparation import pack_rows
+from raycl.preparation import _row_tables
 from tests.table_files import write_tar
 from tests.test_table_files import PAIRS, TEXTS, WEIGHTED, decoded, read
 
@@ -156,8 +158,10 @@ def test_a_folder_of_images_may_have_a_tar_beside_them(tmp_path: Path) -> None:
 def test_packed_images_are_the_same_and_so_are_their_ids(tmp_path: Path) -> None:
     samples = [{"png": b"%d" % row, "txt": b"text", "cls": b"cat"} for row in range(5)]
     write_tar(tmp_path / "a.tgz", [*samples, {"txt": b"no image"}])
-    pack_rows(str(tmp_path / "a.tgz"), str(tmp_path / "a.parquet"), columns=CAPTIONS)
-    found, expected = (find_source(str(tmp_path / name), CAPTIONS) for name in ("a.parquet", "a.tgz"))
+    expected = find_source(str(tmp_path / "a.tgz"), CAPTIONS)
+    rows = pa.concat_tables(_row_tables(expected, expected.fragments[0]))
+    pq.write_table(rows, tmp_path / "a.parquet")
+    found = find_source(str(tmp_path / "a.parquet"), CAPTIONS)
     assert (found.classes, read(found)) == (("cat",), read(expected))
 
 

@@ -42,6 +42,7 @@ from raycl.errors import ConfigError, DataError
 from raycl.storage import Place, absolute
 
 ROWS_PER_FRAGMENT = 2_048
+_ENOUGH_PARTS = 256  # of large row groups in all files, to read in parallel
 _PARQUET = ParquetTables()
 _PARQUET_MARK = b"PAR1"  # the first bytes of each file
 _LANCE = LanceTables()
@@ -474,7 +475,7 @@ def _table_source(
     fragments: list[Fragment] = []
     first_id = 0
     for file, _, table in found:
-        for start, stop in _cut(table.group_sizes):
+        for start, stop in _cut(table.group_sizes, len(found)):
             fragments.append(Fragment(uri=uri, file=file, first_id=first_id, start=start, stop=stop))
             first_id += stop - start
     if not first_id:
@@ -563,16 +564,20 @@ def plain_values(column: pa.ChunkedArray) -> list[Any]:
     return (column.cast(pa.binary()) if is_text(kind) else column).to_pylist()
 
 
-def _cut(group_sizes: list[int]) -> Iterator[tuple[int, int]]:
-    """Cut a file into ranges of about ``ROWS_PER_FRAGMENT`` rows: join small row groups, split large ones."""
+def _cut(group_sizes: list[int], num_files: int) -> Iterator[tuple[int, int]]:
+    """Cut a file into ranges of about ``ROWS_PER_FRAGMENT`` rows: join small row groups, split large ones.
+
+    Each part of a row group reads the whole group, or the file up to its end: at most eight parts, and fewer in many
+    files, which are read in parallel as they are.
+    """
+    most_parts = min(8, max(1, _ENOUGH_PARTS // num_files))
     start = stop = 0
     for size in group_sizes:
         if stop > start and stop + size - start > ROWS_PER_FRAGMENT:
             yield start, stop
             start = stop
         stop += size
-        # Each part of a row group reads the whole group: at most eight parts.
-        rows = max(ROWS_PER_FRAGMENT, size // 8)
+        rows = max(ROWS_PER_FRAGMENT, size // most_parts)
         while stop - start > 2 * rows:
             yield start, start + rows
             start += rows

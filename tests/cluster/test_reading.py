@@ -32,7 +32,7 @@ from raycl.data.streaming import StreamingSampler, stream_source
 from raycl.data.texts import TextFormat
 from raycl.errors import DataError, StorageError
 from raycl.inference.reading import read_images
-from raycl.preparation import pack_images
+from raycl.preparation import pack_images, pack_rows
 from raycl.ray_runtime import connect_cluster
 from raycl.recipes import recipe
 from raycl.step_replay.record import read_record
@@ -226,6 +226,25 @@ def test_a_folder_packed_into_parquet_has_the_same_rows(tmp_path: Path) -> None:
     assert [by_id[row_id] for row_id in after.sample_id.tolist()] == after.label.tolist()
     with pytest.raises(StorageError, match="exists already"):
         pack_images(str(tmp_path / "images"), str(packed), rows_per_file=5)
+
+
+def test_packed_rows_keep_their_ids_in_several_files(tmp_path: Path) -> None:
+    texts = [f"sentence {number}" for number in range(40)]
+    for name, part in (("a", texts[:25]), ("b", texts[25:])):
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        (tmp_path / "texts" / f"{name}.tsv").write_text("text\n" + "".join(f"{text}\n" for text in part))
+    columns = ColumnNames(image=None, text="text")
+    packed = pack_rows(str(tmp_path / "texts"), str(tmp_path / "packed"), columns=columns, rows_per_file=10)
+    assert packed.num_rows == 40
+    assert len(list((tmp_path / "packed").glob("*.parquet"))) == 2
+    found = find_source(str(tmp_path / "packed"), columns)
+    rows = [rows for fragment in found.fragments for rows in found.read(fragment)]
+    by_id = {
+        number: text
+        for each in rows
+        for number, text in zip(each.sample_id, each.values["text"], strict=True)
+    }
+    assert by_id == {number: text.encode() for number, text in enumerate(texts)}
 
 
 @pytest.fixture(scope="module")
