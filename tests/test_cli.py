@@ -322,6 +322,29 @@ def test_small_images_get_a_small_encoder_without_a_gpu(name: str, monkeypatch: 
     )
 
 
+@pytest.mark.parametrize("name", ["simcse", "esimcse"])
+def test_sentences_get_a_bag_of_subwords_without_a_gpu_unless_an_encoder_is_set(name: str) -> None:
+    def planned(*settings: str, gpu: bool | None = None, own: bool = False) -> RunPlan:
+        return plan_run(name, data=[], flags=run_flags(gpu=gpu), settings=settings, own_encoder=own)
+
+    plan, papers = planned(), recipe(name)
+    assert plan.config.encoder == recipe("two_tower").encoder
+    assert plan.notes == (
+        "without a GPU, sentences train a bag_of_subwords; the paper's settings are --set encoder.name=transformer",
+    )
+    kept = {"encoder": papers.encoder, "projection_head": papers.projection_head, "stages": papers.stages}
+    assert plan.config.model_copy(update=kept) == papers
+    words = {"epochs": papers.stages[0].epochs, "learning_rate": papers.stages[0].learning_rate}
+    assert plan.config.stages[0].model_copy(update=words) == papers.stages[0]
+    assert planned("stages.0.learning_rate=0.01").config.stages[0].learning_rate == 0.01
+    assert planned("encoder.name=transformer") == RunPlan(papers)
+    assert planned("encoder.kwargs.num_layers=2") == RunPlan(override(papers, {"encoder.kwargs.num_layers": 2}))
+    assert planned(own=True) == RunPlan(papers)
+    assert planned(gpu=True) == RunPlan(papers.model_copy(update={"gpu": True}))
+    with pytest.raises(ConfigError, match="activation_checkpoint_every acts only"):
+        planned("stages.0.activation_checkpoint_every=1")
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [

@@ -51,7 +51,8 @@ def plan_run(
     ``data.image_size`` is set. Small gray images get other views (:func:`raycl.recipes.images.for_gray`). Without a
     GPU, small images get another encoder (:func:`raycl.recipes.images.for_cpu`), in bfloat16 if this machine's CPU
     has it, unless one is set or is a module of the user's (``own_encoder``), and another optimizer with its learning
-    rate, unless the name of an optimizer or a learning rate is set. If ``resumed`` is the output of a run, that
+    rate, unless the name of an optimizer or a learning rate is set; sentences get a bag of subwords
+    (:func:`raycl.recipes.texts.of_words`), unless an encoder is set. If ``resumed`` is the output of a run, that
     encoder keeps the precision with which the run began, since another machine may have another CPU.
     Raises ``ConfigError`` or ``DataError``.
     """
@@ -67,8 +68,12 @@ def plan_run(
         _check_flags(flags, config, run)
         return RunPlan(override(config, overrides))
     config = recipe(run, image_size=LARGEST)
+    is_set = own_encoder or any(key.split(".")[0] == "encoder" for key in pairs)
     requested = _requested(run, config, overrides)  # report typing errors before reading data
-    if requested.data.kind not in ("image", "image_text"):
+    if requested.data.kind == "text":
+        words = override(recipe(run, on_cpu=not requested.gpu and not is_set), overrides)
+        return RunPlan(words, notes=_departures(words, requested, gray=False, is_set=is_set))
+    if requested.data.kind == "pairs":
         return RunPlan(requested)
     size = requested.data.image_size if "data.image_size" in pairs else None
     gray, sources = requested.data.channels == 1, ()
@@ -83,7 +88,6 @@ def plan_run(
         images = [image for each in given for image in _first_images(each, columns)]
         size = size or _median_side(images)
         gray = gray or (size <= SMALL and _are_gray(images))
-    is_set = own_encoder or any(key.split(".")[0] == "encoder" for key in pairs)
     papers = recipe(run, image_size=size)
     config = recipe(run, image_size=size, gray=gray, on_cpu=not requested.gpu and not is_set)
     if config.encoder != papers.encoder:
@@ -128,7 +132,11 @@ def _precision_on_cpu(resumed: str | None) -> str:
 def _departures(config: RunConfig, papers: RunConfig, *, gray: bool, is_set: bool) -> tuple[str, ...]:
     """Return a line for each departure of a recipe from the paper that the user has not set."""
     size, notes = config.data.image_size, []
-    if config.encoder != papers.encoder and not is_set:
+    if config.encoder != papers.encoder and not is_set and config.data.kind == "text":
+        notes.append(
+            f"without a GPU, sentences train a {config.encoder.name}; the paper's settings are --set encoder.name={papers.encoder.name}"
+        )
+    elif config.encoder != papers.encoder and not is_set:
         notes.append(
             f"without a GPU, images of {size} pixels train a small {config.encoder.name} in "
             f"{config.tower_precision} with {config.optimizer.name}; the paper's settings are "

@@ -20,7 +20,7 @@ from raycl.recipes.images import (
     supcon,
 )
 from raycl.recipes.like import LIKE
-from raycl.recipes.texts import clip, esimcse, siglip, simcse, two_tower
+from raycl.recipes.texts import clip, esimcse, of_words, siglip, simcse, two_tower
 
 RECIPES: dict[str, Callable[[int], RunConfig]] = {
     "simclr": simclr,
@@ -44,8 +44,9 @@ def recipe(name: str, *, image_size: int = 224, gray: bool = False, on_cpu: bool
     """Return the configuration of recipe ``name`` for images of ``image_size`` pixels, 8 to 1024.
 
     ``name`` may be a configuration of another library, such as ``lightly:simclr``. ``on_cpu`` replaces the papers'
-    encoder of small images by a smaller one with its crops and optimizer, ``gray`` the views of small photographs by
-    those of glyphs; captioned images and other libraries ignore both. Raises ``ConfigError`` for an unknown name or an invalid size.
+    encoder of small images by a smaller one with its crops and optimizer, and that of sentences by a bag of subwords;
+    ``gray`` replaces the views of small photographs by those of glyphs. Pairs, captioned images and other libraries
+    ignore both. Raises ``ConfigError`` for an unknown name or an invalid size.
     """
     check_type("recipe", name, str)
     check_type("image_size", image_size, int)
@@ -59,6 +60,8 @@ def recipe(name: str, *, image_size: int = 224, gray: bool = False, on_cpu: bool
     if not 8 <= image_size <= 1024:
         raise ConfigError(f"image_size must be from 8 to 1024 pixels, got {image_size}")
     config = RECIPES[name](int(image_size))
+    if config.data.kind == "text" and on_cpu:
+        return of_words(config)
     if config.data.kind != "image":
         return config
     config = for_cpu(config) if on_cpu else config
