@@ -1,6 +1,7 @@
 """The actors of a bank without Ray: pushes, snapshots and queries."""
 
 import re
+import tracemalloc
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -419,6 +420,20 @@ def test_nearest_is_exact_over_shards_and_slices_and_skips_unwritten_rows(
             assert found.step.tolist() == rows.step[expected].tolist()
             assert found.newest_step == 3
             np.testing.assert_allclose(found.similarity, similarity[expected], atol=1e-6)
+
+
+@pytest.mark.parametrize("gap", [1, 3])
+def test_the_rows_of_samples_are_found_without_a_scan_of_all_rows(tmp_path: Path, gap: int) -> None:
+    spec = replace(a_spec("memory_bank", tmp_path), dim=1, capacity=100_000)
+    write_samples(spec, gap * np.arange(spec.capacity))
+    actor = MemoryBankActor(spec)
+    actor.push_pull(0, (Update("client", 1, np.array([6]), some_rows(1)[:, :1], 3),), NO_SLOTS)
+    tracemalloc.start()
+    found, newest = actor.find(np.array([99_999, 6, -1, 3, 6, 2**62]))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (found.sample_id.tolist(), found.step.tolist(), newest) == ([3, 6, 99_999], [-1, 3, -1], 3)
+    assert peak < spec.capacity  # a mask of all rows has a byte for each
 
 
 def test_each_written_row_is_drawn_equally_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
