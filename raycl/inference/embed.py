@@ -25,7 +25,7 @@ from raycl.evaluation.embed import embed
 from raycl.gpus import check_gpu
 from raycl.inference.encoder import read_encoders
 from raycl.inference.index import write_index
-from raycl.inference.preflight import check_index, check_inputs
+from raycl.inference.preflight import check_index, check_inputs, check_values
 from raycl.inference.reading import connect_unless_small, counted_rows, counting_decoder, report_unread
 from raycl.lease import writing_new
 from raycl.models.encoder_io import ImageEncoder, SavedEncoder, TextEncoder
@@ -67,6 +67,7 @@ def embed_to_parquet(
     check_index(index)
     check_type("columns", columns, ColumnNames, optional=True)
     check_type("max_invalid_fraction", max_invalid_fraction, float)
+    check_values({"max_invalid_fraction": max_invalid_fraction})
     run, data, output = as_address("run", run), as_address("data", data), as_address("output", output)
     check_inputs(run, side=side, data=[data], output=output, gpu=gpu, address=address)
     with writing_new(output) as place:
