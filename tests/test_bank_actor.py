@@ -36,6 +36,7 @@ from raycl.negatives.spec import BankSpec
 from raycl.negatives.stats import RateMeter, sum_up
 from raycl.storage import Place
 from tests.bank_snapshots import rows_in_snapshot
+from tests.test_explorer import DirectConnection
 
 DIM = 4
 SETTINGS = settings(deadline=None, max_examples=60)
@@ -468,6 +469,26 @@ def test_unwritten_rows_are_not_exported(tmp_path: Path) -> None:
     assert actor.export(0, 100, str(tmp_path / "export")) == 2
     assert actor.export(0, 2, str(tmp_path / "none")) == 0
     assert not (tmp_path / "none").exists()
+
+
+def test_an_export_neither_joins_another_one_nor_leaves_a_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raycl.negatives.bank.ShardConnection", DirectConnection)
+    spec = a_spec("memory_bank", tmp_path, num_shards=2)
+    actors, output = actors_of(spec), tmp_path / "export"
+    for actor in actors:
+        ids = actor.store.negatives().sample_id
+        actor.push_pull(0, (Update("client", 1, ids, some_rows(len(ids)), 3),), NO_SLOTS)
+    bank = Bank(spec, actors)
+    with monkeypatch.context() as broken, pytest.raises(TypeError):
+        broken.setattr(actors[1], "export", None)
+        bank.export(str(output))
+    assert not output.exists()
+    assert bank.export(str(output)) == len(IDS)
+    with pytest.raises(StorageError, match="exists already; give another --output"):
+        bank.export(str(output))
+    assert len(list(output.iterdir())) == 2
 
 
 @pytest.mark.parametrize(
