@@ -36,6 +36,7 @@ BATCH_SIZE = 256
 FILE = "part-0.parquet"  # of rows embedded in this process
 IDS = ("query_id", "document_id")  # written beside the representation if their columns are named
 BLOCK_ROWS = 4_096
+FILE_BYTES = 64 * 2**20  # at least: a block of large images has a few hundred rows
 
 
 def embed_to_parquet(
@@ -87,7 +88,7 @@ def embed_to_parquet(
             if ray.is_initialized():
                 filesystem, path = place.resolve()
                 embedded = embed_dataset(decode_source(source, decoder), saved, gpu=gpu, network=network)
-                embedded.write_parquet(path, filesystem=filesystem)
+                embedded.write_parquet(path, filesystem=filesystem, min_bytes_per_file=FILE_BYTES)
             else:
                 table = pa.concat_tables(embedded_tables(source, decoder, saved, encoder, network=network))
                 with (place / FILE).create() as stream:
