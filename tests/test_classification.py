@@ -192,6 +192,14 @@ def test_rows_without_a_label_are_counted_and_one_class_is_refused(
         )
 
 
+def test_rows_with_labels_are_not_copied() -> None:
+    values = torch.zeros(3, 2)
+    assert classification._labeled(values, torch.tensor([2, 0, 1])).values is values
+    assert classification._labeled(values, torch.tensor([2, -1, 1])).values.shape == (2, 2)
+    with pytest.raises(DataError, match="no row of the set has a label"):
+        classification._labeled(values[:0], torch.tensor([]))
+
+
 def test_rows_of_numbered_classes_that_the_training_set_lacks_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

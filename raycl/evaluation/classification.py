@@ -281,4 +281,6 @@ def _labeled(values: Tensor, label: Tensor) -> LabeledSet:
     has_label = label != NO_LABEL
     if not has_label.any():
         raise DataError("no row of the set has a label; check the label column")
+    if has_label.all():  # without a copy
+        return LabeledSet(values=values, label=label)
     return LabeledSet(values=values[has_label], label=label[has_label])
