@@ -146,6 +146,28 @@ def test_an_option_of_the_other_measure_is_refused(measure: Any, option: str, tm
         command_settings(measure, [f"{option}=1"])
 
 
+@pytest.mark.parametrize(
+    ("measure", "option", "says"),
+    [
+        ("knn", {"k": 0}, "k must be at least 1, came 0"),
+        ("knn", {"temperature": 0.0}, "temperature must be above 0, came 0.0"),
+        ("knn", {"temperature": float("nan")}, "temperature must be above 0, came nan"),
+        ("knn", {"max_invalid_fraction": float("nan")}, "max_invalid_fraction must be from 0 to 1, came nan"),
+        ("linear", {"labels_per_class": 0}, "labels_per_class must be at least 1, came 0"),
+        ("linear", {"seed": -1}, "seed must be at least 0, came -1"),
+        ("retrieval", {"examples": -1}, "examples must be at least 0, came -1"),
+    ],
+)
+def test_an_option_out_of_range_is_refused_before_reading(measure: Any, option: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        raycl.evaluate(measure, run="nowhere", test="nowhere", train="nowhere", **option)
+
+
+def test_an_invalid_fraction_of_rows_to_embed_is_refused_before_reading(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_invalid_fraction must be from 0 to 1, came -1"):
+        raycl.embed("nowhere", "nowhere", tmp_path / "embedded", max_invalid_fraction=-1.0)
+
+
 def test_an_unknown_measure_and_a_missing_dataset_are_refused_before_reading() -> None:
     with pytest.raises(ConfigError, match="unknown measure 'magic'; choose knn, linear, retrieval or sts"):
         raycl.evaluate("magic", run="run", test="test")  # pyright: ignore[reportArgumentType]

@@ -1,6 +1,7 @@
 """The actors of a bank without Ray: pushes, snapshots and queries."""
 
 import re
+import tracemalloc
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ from raycl.negatives.spec import BankSpec
 from raycl.negatives.stats import RateMeter, sum_up
 from raycl.storage import Place
 from tests.bank_snapshots import rows_in_snapshot
+from tests.test_explorer import DirectConnection
 
 DIM = 4
 SETTINGS = settings(deadline=None, max_examples=60)
@@ -421,6 +423,20 @@ def test_nearest_is_exact_over_shards_and_slices_and_skips_unwritten_rows(
             np.testing.assert_allclose(found.similarity, similarity[expected], atol=1e-6)
 
 
+@pytest.mark.parametrize("gap", [1, 3])
+def test_the_rows_of_samples_are_found_without_a_scan_of_all_rows(tmp_path: Path, gap: int) -> None:
+    spec = replace(a_spec("memory_bank", tmp_path), dim=1, capacity=100_000)
+    write_samples(spec, gap * np.arange(spec.capacity))
+    actor = MemoryBankActor(spec)
+    actor.push_pull(0, (Update("client", 1, np.array([6]), some_rows(1)[:, :1], 3),), NO_SLOTS)
+    tracemalloc.start()
+    found, newest = actor.find(np.array([99_999, 6, -1, 3, 6, 2**62]))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (found.sample_id.tolist(), found.step.tolist(), newest) == ([3, 6, 99_999], [-1, 3, -1], 3)
+    assert peak < spec.capacity  # a mask of all rows has a byte for each
+
+
 def test_each_written_row_is_drawn_equally_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = a_spec("memory_bank", tmp_path, num_shards=2)
     actors, written = actors_of(spec), np.sort(IDS)[:4]
@@ -453,6 +469,26 @@ def test_unwritten_rows_are_not_exported(tmp_path: Path) -> None:
     assert actor.export(0, 100, str(tmp_path / "export")) == 2
     assert actor.export(0, 2, str(tmp_path / "none")) == 0
     assert not (tmp_path / "none").exists()
+
+
+def test_an_export_neither_joins_another_one_nor_leaves_a_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raycl.negatives.bank.ShardConnection", DirectConnection)
+    spec = a_spec("memory_bank", tmp_path, num_shards=2)
+    actors, output = actors_of(spec), tmp_path / "export"
+    for actor in actors:
+        ids = actor.store.negatives().sample_id
+        actor.push_pull(0, (Update("client", 1, ids, some_rows(len(ids)), 3),), NO_SLOTS)
+    bank = Bank(spec, actors)
+    with monkeypatch.context() as broken, pytest.raises(TypeError):
+        broken.setattr(actors[1], "export", None)
+        bank.export(str(output))
+    assert not output.exists()
+    assert bank.export(str(output)) == len(IDS)
+    with pytest.raises(StorageError, match="exists already; give another --output"):
+        bank.export(str(output))
+    assert len(list(output.iterdir())) == 2
 
 
 @pytest.mark.parametrize(

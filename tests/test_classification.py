@@ -192,6 +192,31 @@ def test_rows_without_a_label_are_counted_and_one_class_is_refused(
         )
 
 
+def test_rows_with_labels_are_not_copied() -> None:
+    values = torch.zeros(3, 2)
+    assert classification._labeled(values, torch.tensor([2, 0, 1])).values is values
+    assert classification._labeled(values, torch.tensor([2, -1, 1])).values.shape == (2, 2)
+    with pytest.raises(DataError, match="no row of the set has a label"):
+        classification._labeled(values[:0], torch.tensor([]))
+
+
+def test_rows_of_numbered_classes_that_the_training_set_lacks_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = small_run(tmp_path, (8, 8))
+    table = pq.read_table(asked["test"])
+    label, place = pa.array([1, 1000, 1001, 1002] * 20, pa.int64()), table.schema.get_field_index("label")
+    pq.write_table(table.set_column(place, "label", label), tmp_path / "other.parquet")
+    line = (
+        "raycl: 60 of 80 rows of the test set are of classes that the training set lacks "
+        "(1000, 1001, 1002) and count as errors\n"
+    )
+    for test, count in ((asked["test"], 0), (str(tmp_path / "other.parquet"), 1)):
+        result = evaluate("knn", run=asked["run"], train=asked["train"], test=test, baseline=False)
+        assert capsys.readouterr().err.count(line) == count
+    assert result["top1"] <= 0.25
+
+
 @pytest.mark.parametrize(
     ("measure", "option"),
     [("knn", "seed"), ("knn", "labels_per_class"), ("linear", "k"), ("linear", "temperature")],

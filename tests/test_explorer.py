@@ -7,6 +7,7 @@ import re
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -32,6 +33,7 @@ from raycl.embedding_snapshot import LATEST, read_snapshot, write_snapshot
 from raycl.errors import ConfigError, DataError, RunError, StorageError
 from raycl.models.registry import OWN
 from raycl.negatives import bank as bank_module
+from raycl.negatives import saved_bank
 from raycl.negatives.actor import MemoryBankActor, QueueActor, Update
 from raycl.negatives.bank import Bank
 from raycl.negatives.saved_bank import read_embedded, read_saved_bank
@@ -641,6 +643,22 @@ def test_embeddings_are_explored_by_their_ids(tmp_path: Path) -> None:
     nearest = found.nearest(7, 39).neighbors
     order = np.argsort(-(rows[1:] @ rows[0]))
     assert [int(each.sample_id) - 8 for each in nearest] == order.tolist()
+
+
+def test_embeddings_are_read_and_measured_without_copies_of_all_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saved_bank, "ROWS_PER_GROUP", 1_024)
+    rows = np.random.default_rng(0).standard_normal((60_000, 64), np.float32)
+    flat = pa.FixedSizeListArray.from_arrays(pa.array(rows.ravel()), 64)
+    table = pa.table({"sample_id": np.arange(len(rows)), "representation": flat})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=1_024)
+    tracemalloc.start()
+    found = read_embedded(str(tmp_path), str(tmp_path))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found.stats().norm_max == pytest.approx(1)
+    assert peak < 2.5 * rows.nbytes  # with an empty array, whose memory is used when the parts are freed
 
 
 def test_rows_that_are_not_finite_are_neighbors_of_no_sample(tmp_path: Path) -> None:

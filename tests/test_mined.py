@@ -42,6 +42,7 @@ from raycl.training.mining import MinerClient, document_bank_spec, start_miner
 from raycl.training.transforms import PairTransform
 from tests.pairs import clicks, rows_of, small_config, vocabulary
 from tests.test_encoder_pool import ray_with_a_noisy_core
+from tests.test_mining import joined
 
 pytestmark = pytest.mark.usefixtures("one_thread", "process_settings")
 
@@ -145,7 +146,7 @@ def test_the_miner_finds_the_negatives_of_raycl_mine_with_the_same_encoder(max_r
     document = embedded(pairs.document.texts, network, of_queries=False)
     ranking = search(query, document, k=CANDIDATES + SPARE, excluded=pairs.known.all())
     own = (query[pairs.known.positive[:, 0]] * document[pairs.known.positive[:, 1]]).sum(1).numpy()
-    written, mined = pairs.with_mined(ranking, own, CANDIDATES, max_relative_score)
+    written, mined = joined(pairs.with_mined(ranking, own, CANDIDATES, max_relative_score))
     assert min(mined.num_negatives, mined.num_too_near) > NUM_ROWS
     expected = {}
     for number, row in enumerate(written.to_pylist()):

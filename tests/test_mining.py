@@ -1,5 +1,6 @@
 """Mining of hard negatives: valid rows, and documents that must not become negatives."""
 
+from collections import Counter
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
@@ -24,6 +25,15 @@ from tests.pairs import small_config
 from tests.test_saved_text import save
 
 PAIRS = ColumnNames(image=None, query="query", document="document")
+
+
+def joined(parts: Iterable[tuple[pa.Table, dict[str, int]]]) -> tuple[pa.Table, Mined]:
+    """Return one table and all counts."""
+    tables, counts = [], Counter[str]()
+    for table, some in parts:
+        tables.append(table)
+        counts.update(some)
+    return pa.concat_tables(tables), Mined(**counts)
 
 
 def test_rows_without_text_or_label_are_skipped_and_counted(tmp_path: Path) -> None:
@@ -55,7 +65,7 @@ def test_a_match_of_a_query_never_becomes_its_negative() -> None:
     by_role = {"query": ["q", "q", "q", "q"], "document": ["good", "fine", "good", "bad"]}
     pairs = _Pairs(Values(by_role=by_role, label=np.array([1, 1, 0, 0])))
     nearest = np.array([[2]])
-    table, mined = pairs.with_mined((np.array([[0.1]]), nearest), np.array([0.9, 0.9]), 3, 0.95)
+    table, mined = joined(pairs.with_mined((np.array([[0.1]]), nearest), np.array([0.9, 0.9]), 3, 0.95))
     assert table["document"].to_pylist() == ["good", "fine"]
     # The document with contradictory labels is not a negative; explicit negatives are not added again.
     assert table["negatives"].to_pylist() == [["bad"], ["bad"]]
@@ -66,9 +76,21 @@ def test_documents_too_similar_to_the_query_are_skipped_and_counted() -> None:
     by_role = {"query": ["q", "r", "s"], "document": ["a", "b", "c"]}
     pairs = _Pairs(Values(by_role=by_role, label=np.full(3, -1)))
     similarity, place = np.array([[0.9, 0.7]] * 3), np.array([[1, 2], [0, 2], [0, 1]])
-    table, mined = pairs.with_mined((similarity, place), np.full(3, 0.8), 3, 0.95)
+    table, mined = joined(pairs.with_mined((similarity, place), np.full(3, 0.8), 3, 0.95))
     assert table["negatives"].to_pylist() == [["c"], ["c"], ["b"]]
     assert (mined.num_negatives, mined.num_too_near) == (3, 3)
+
+
+def test_pairs_are_written_in_groups_of_rows_also_without_any_negative() -> None:
+    names = [f"{number}" for number in range(2_500)]
+    by_role = {"query": names, "document": names, "document_id": list(range(2_500))}
+    pairs = _Pairs(Values(by_role=by_role, label=np.full(2_500, -1)))
+    nothing = np.full((2_500, 1), -np.inf), np.full((2_500, 1), -1)
+    tables = [table for table, _ in pairs.with_mined(nothing, np.ones(2_500), 3, 0.95)]
+    assert list(map(len, tables)) == [1_024, 1_024, 452]
+    assert pa.concat_tables(tables)["document"].to_pylist() == names
+    lists = {"negatives": pa.list_(pa.string()), "negative_ids": pa.list_(pa.int64())}
+    assert {name: tables[0].schema.field(name).type for name in lists} == lists
 
 
 def test_relevance_judgments_without_documents_are_refused() -> None:
@@ -110,7 +132,7 @@ def mined_from(by_role: dict[str, list[Any]], label: list[int] | None = None) ->
     pairs = _Pairs(Values(by_role=by_role, label=np.array(label or [-1] * len(by_role["query"]))))
     query, document = embedded(pairs.query.texts), embedded(pairs.document.texts)
     found = search(query, document, k=len(document), excluded=pairs.known.all())
-    table, mined = pairs.with_mined(found, np.ones(len(pairs.known.positive)), 3, 1.0)
+    table, mined = joined(pairs.with_mined(found, np.ones(len(pairs.known.positive)), 3, 1.0))
     return table.to_pylist(), mined
 
 

@@ -15,7 +15,7 @@ from raycl import load_encoder
 from raycl.data.columns import ColumnNames
 from raycl.errors import DataError, RunError
 from raycl.evaluation.classification import evaluate
-from raycl.inference import reading
+from raycl.inference import embed, reading
 from raycl.inference.embed import embed_to_parquet, embed_values
 from raycl.inference.encoder import read_encoder
 from raycl.inference.reading import MAX_BYTES, connect_unless_small
@@ -160,6 +160,21 @@ def test_values_of_this_process_are_embedded_in_order(run: str, connected: list[
     with pytest.raises(DataError, match=r"1 of 51 rows are invalid \(.*not an image\)\); fix or remove them"):
         embed_values([*files, b"broken"], read_encoder(run), quiet=True)
     assert connected == []
+
+
+def test_representations_in_order_are_not_copied_and_others_are_sorted(
+    run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, found = digit_files(50)[0], list[torch.Tensor]()
+    decode_table, representations = embed.decode_table, embed.representations
+    monkeypatch.setattr(
+        embed, "representations", lambda *given: found.append(representations(*given)) or found[-1]
+    )
+    assert embed_values(files, read_encoder(run), quiet=True) is found[0]
+    monkeypatch.setattr(
+        embed, "decode_table", lambda *given: [each[::-1] for each in decode_table(*given)][::-1]
+    )
+    assert torch.equal(embed_values(files, read_encoder(run), quiet=True), found[0])
 
 
 def test_representations_count_as_well_as_images(

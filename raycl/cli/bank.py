@@ -156,14 +156,14 @@ def export(
     debug: Debug = False,
 ) -> None:
     """Write all rows as parquet files: sample_id, step, embedding."""
-    from raycl.lease import writing_new
+    from raycl.lease import check_absent
+    from raycl.storage import Place, absolute
 
-    with writing_new(output) as place:
-        target = _connect(name, address, debug)
-        num_rows = target.export(place.uri)
-        if as_json:
-            return _print_json({"bank": name, "rows": num_rows, "output": place.uri})
-        return print(f"{num_rows:,} rows of {name} exported to {output}")
+    check_absent(output)
+    num_rows = _connect(name, address, debug).export(output)
+    if as_json:
+        return _print_json({"bank": name, "rows": num_rows, "output": Place(absolute(output)).uri})
+    return print(f"{num_rows:,} rows of {name} exported to {output}")
 
 
 def _connect(name: str, address: str | None, debug: bool) -> "Bank":

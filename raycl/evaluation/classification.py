@@ -75,8 +75,9 @@ def evaluate(
     Returns ``measure``, ``top1``, ``num_train``, ``num_test`` and ``baseline``: the same measure on raw pixels
     of at most 32 per side, with the mean image subtracted, of a sample of large sets. It is left out, with a line on
     stderr, if the sample lacks ``labels_per_class`` labels of a class. Raises ``DataError``
-    if a set has no labels or their classes differ, ``StorageError`` if the run has no encoder,
-    ``ConfigError`` for an unknown measure or an option of the other one.
+    if a set has no labels or names classes that ``train`` lacks, ``StorageError`` if the run has no encoder,
+    ``ConfigError`` for an unknown measure or an option of the other one. Test rows of a numbered class without training
+    rows count as errors, with a line on stderr.
     """
     if measure not in get_args(Measure):
         raise ConfigError(f"unknown measure {measure!r}; there are {' and '.join(get_args(Measure))}")
@@ -125,7 +126,7 @@ def evaluate(
 
     with prepared_process(available_cores()):  # which keeps freed memory, and multiplies faster on some CPUs
         train_set, test_set = represent("train"), _with_train_classes(sources, represent("test"))
-        _check_classes(sources["train"], train_set.label)
+        _check_classes(sources["train"], train_set.label, test_set.label, quiet=quiet)
         result = EvaluationResult({"measure": measure, "top1": score(train_set, test_set)})
         if measure == "linear" and labels_per_class is not None:
             result["labels_per_class"] = labels_per_class
@@ -159,12 +160,21 @@ def _check_labels(sources: dict[str, Source]) -> None:
         raise DataError(f"the test set has classes that the training set lacks: {', '.join(unknown[:5])}")
 
 
-def _check_classes(train: Source, label: Tensor) -> None:
-    distinct = label.unique().tolist()
+def _check_classes(train: Source, known: Tensor, label: Tensor, *, quiet: bool) -> None:
+    """Refuse a single class, and print the number of test rows of numbered classes without a training row."""
+    distinct = known.unique().tolist()
     if len(distinct) == 1:
         raise DataError(
             f"all labels of the training set are {train.label_name(distinct[0])}; give rows of two classes or more, "
             "and number them from 0, since a negative label is a missing one"
+        )
+    unknown = label[~torch.isin(label, known)]
+    if len(unknown) and not quiet:
+        names = ", ".join(map(train.label_name, unknown.unique()[:5].tolist()))
+        print(
+            f"raycl: {len(unknown):,} of {len(label):,} rows of the test set are of classes that the training set lacks "
+            f"({names}) and count as errors",
+            file=sys.stderr,
         )
 
 
@@ -271,4 +281,6 @@ def _labeled(values: Tensor, label: Tensor) -> LabeledSet:
     has_label = label != NO_LABEL
     if not has_label.any():
         raise DataError("no row of the set has a label; check the label column")
+    if has_label.all():  # without a copy
+        return LabeledSet(values=values, label=label)
     return LabeledSet(values=values[has_label], label=label[has_label])

@@ -25,7 +25,7 @@ from raycl.evaluation.embed import embed
 from raycl.gpus import check_gpu
 from raycl.inference.encoder import read_encoders
 from raycl.inference.index import write_index
-from raycl.inference.preflight import check_index, check_inputs
+from raycl.inference.preflight import check_index, check_inputs, check_values
 from raycl.inference.reading import connect_unless_small, counted_rows, counting_decoder, report_unread
 from raycl.lease import writing_new
 from raycl.models.encoder_io import ImageEncoder, SavedEncoder, TextEncoder
@@ -36,6 +36,7 @@ BATCH_SIZE = 256
 FILE = "part-0.parquet"  # of rows embedded in this process
 IDS = ("query_id", "document_id")  # written beside the representation if their columns are named
 BLOCK_ROWS = 4_096
+FILE_BYTES = 64 * 2**20  # at least: a block of large images has a few hundred rows
 
 
 def embed_to_parquet(
@@ -67,6 +68,7 @@ def embed_to_parquet(
     check_index(index)
     check_type("columns", columns, ColumnNames, optional=True)
     check_type("max_invalid_fraction", max_invalid_fraction, float)
+    check_values({"max_invalid_fraction": max_invalid_fraction})
     run, data, output = as_address("run", run), as_address("data", data), as_address("output", output)
     check_inputs(run, side=side, data=[data], output=output, gpu=gpu, address=address)
     with writing_new(output) as place:
@@ -86,7 +88,7 @@ def embed_to_parquet(
             if ray.is_initialized():
                 filesystem, path = place.resolve()
                 embedded = embed_dataset(decode_source(source, decoder), saved, gpu=gpu, network=network)
-                embedded.write_parquet(path, filesystem=filesystem)
+                embedded.write_parquet(path, filesystem=filesystem, min_bytes_per_file=FILE_BYTES)
             else:
                 table = pa.concat_tables(embedded_tables(source, decoder, saved, encoder, network=network))
                 with (place / FILE).create() as stream:
@@ -125,8 +127,10 @@ def embed_values(
             tables = fetch_tables(embed_dataset(decoded, saved, gpu=gpu))
         else:
             tables = list(map(Embedder(encoder), decode_table(table, columns, decoder)))
-    order = np.argsort(np.concatenate([each["sample_id"].to_numpy() for each in tables]))
-    return representations(tables, encoder.spec.representation_dim)[order]
+    ids = np.concatenate([each["sample_id"].to_numpy() for each in tables])
+    found = representations(tables, encoder.spec.representation_dim)
+    is_in_order = bool((np.diff(ids) > 0).all())
+    return found if is_in_order else found[np.argsort(ids)]  # a copy
 
 
 def embedded_tables(

@@ -1,7 +1,9 @@
 """Hard negatives: the documents nearest to each query that are not its positives."""
 
 import warnings
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
@@ -26,6 +28,16 @@ from raycl.lease import writing_new
 from raycl.ray_runtime import connect_cluster, unwrap_ray_errors
 
 QUERIES_PER_TASK = 4_096
+ROWS_PER_GROUP = 1_024
+_TYPES = {
+    "query": pa.string(),
+    "document": pa.string(),
+    "negatives": pa.list_(pa.string()),
+    "query_id": pa.int64(),
+    "document_id": pa.int64(),
+    "negative_ids": pa.list_(pa.int64()),
+    "weight": pa.float64(),
+}
 
 
 @final
@@ -89,10 +101,12 @@ def mine_negatives(
             ranking = _search_in_tasks(query, document, pairs.known.all(), k=num_negatives + SPARE)
         rows, columns_of_pairs = torch.from_numpy(pairs.known.positive).unbind(1)
         similarity = (query[rows] * document[columns_of_pairs]).sum(1).numpy()
-        table, mined = pairs.with_mined(ranking, similarity, num_negatives, max_relative_score)
-        filesystem, path = place.resolve()
-        pq.write_table(table, path, filesystem=filesystem, row_group_size=1_024)
-        return replace(mined, num_invalid=values.num_invalid)
+        counts = Counter[str]()
+        with place.create() as sink, pq.ParquetWriter(sink, pairs.schema) as writer:
+            for table, some in pairs.with_mined(ranking, similarity, num_negatives, max_relative_score):
+                writer.write_table(table)
+                counts.update(some)
+        return Mined(**counts, num_invalid=values.num_invalid)
 
 
 @final
@@ -111,46 +125,55 @@ class _Pairs:
             is_negative=(values.label == 0).tolist(),
         )
         self.query, self.document = self.known.query, self.known.document
-        self._ids = [role for role in ("query_id", "document_id") if role in by_role]
-        if "document_id" in by_role and ("negative_ids" in by_role or "negatives" not in by_role):
-            self._ids.append("negative_ids")
         self._weights = _weights_of(values)
+        names = ["query", "document", "negatives"]
+        names += [role for role in ("query_id", "document_id") if role in by_role]
+        if "document_id" in by_role and ("negative_ids" in by_role or "negatives" not in by_role):
+            names.append("negative_ids")
+        if self._weights:
+            names.append("weight")
+        self.schema = pa.schema({name: _TYPES[name] for name in names})
 
     def with_mined(
         self, ranking: Ranking, similarity: NDArray[Any], num_negatives: int, max_relative_score: float
-    ) -> tuple[pa.Table, Mined]:
-        """Return a row for each positive pair, with its explicit and its mined negatives.
+    ) -> Iterator[tuple[pa.Table, dict[str, int]]]:
+        """Yield a row for each positive pair, with its explicit and its mined negatives, and the counts of ``Mined``.
 
-        ``similarity`` [num_pairs] is the cosine of each positive pair.
+        ``similarity`` [num_pairs] is the cosine of each positive pair. A table has few rows, since all texts of all
+        negatives take far more memory than the distinct texts.
         """
-        rows, num_mined, num_too_near = [], 0, 0
-        document, positive = self.document, self.known.positive.tolist()
-        for pair, ((q, d), own) in enumerate(zip(positive, similarity.tolist(), strict=True)):
-            near = [
-                (int(place), float(cosine))
-                for cosine, place in zip(ranking[0][q], ranking[1][q], strict=True)
-                if place >= 0
-            ]
-            found = self.known.hard_negatives(
-                pair, near, own, num_negatives=num_negatives, max_relative_score=max_relative_score
-            )
-            num_too_near += found.num_too_near
-            num_mined += len(found.mined)
-            negatives = [*found.explicit, *found.mined]
-            row = {
-                "query": self.query.texts[q],
-                "document": document.texts[d],
-                "negatives": [document.texts[place] for place in negatives],
-                "query_id": self.query.ids.get(q),
-                "document_id": document.ids.get(d),
-                "negative_ids": [document.ids.get(place) for place in negatives],
-                "weight": self._weights.get((self.query.texts[q], document.texts[d])),
-            }
-            names = ("query", "document", "negatives", *self._ids, *(["weight"] if self._weights else []))
-            rows.append({name: row[name] for name in names})
-        return pa.Table.from_pylist(rows), Mined(
-            num_pairs=len(rows), num_negatives=num_mined, num_too_near=num_too_near
-        )
+        query, document = self.query, self.document
+        for start in range(0, len(self.known.positive), ROWS_PER_GROUP):
+            rows, num_mined, num_too_near = [], 0, 0
+            positive = self.known.positive[start : start + ROWS_PER_GROUP].tolist()
+            for pair, (q, d) in enumerate(positive, start):
+                near = [
+                    (int(place), float(cosine))
+                    for cosine, place in zip(ranking[0][q], ranking[1][q], strict=True)
+                    if place >= 0
+                ]
+                found = self.known.hard_negatives(
+                    pair,
+                    near,
+                    float(similarity[pair]),
+                    num_negatives=num_negatives,
+                    max_relative_score=max_relative_score,
+                )
+                num_too_near += found.num_too_near
+                num_mined += len(found.mined)
+                negatives = [*found.explicit, *found.mined]
+                row = {
+                    "query": query.texts[q],
+                    "document": document.texts[d],
+                    "negatives": [document.texts[place] for place in negatives],
+                    "query_id": query.ids.get(q),
+                    "document_id": document.ids.get(d),
+                    "negative_ids": [document.ids.get(place) for place in negatives],
+                    "weight": self._weights.get((query.texts[q], document.texts[d])),
+                }
+                rows.append(row)
+            table = pa.Table.from_pylist(rows, self.schema)  # without the columns that it does not have
+            yield table, {"num_pairs": len(rows), "num_negatives": num_mined, "num_too_near": num_too_near}
 
 
 def _weights_of(values: Values) -> dict[tuple[str, str], float]:
@@ -169,7 +192,10 @@ def _weights_of(values: Values) -> dict[tuple[str, str], float]:
 
 
 def _search_in_tasks(query: Tensor, document: Tensor, matches: NDArray[np.int64], *, k: int) -> Ranking:
-    """Search in tasks of some queries each; the tasks of a node share one copy of the documents."""
+    """Search in tasks of some queries each; the tasks of a node share one copy of the documents.
+
+    ``matches`` are in order of queries.
+    """
     shared = ray.put(document.numpy())
 
     def find(queries: NDArray[Any], documents: NDArray[Any], excluded: NDArray[np.int64]) -> Ranking:
@@ -181,7 +207,7 @@ def _search_in_tasks(query: Tensor, document: Tensor, matches: NDArray[np.int64]
     pending = []
     for first in range(0, len(query), QUERIES_PER_TASK):
         part = query[first : first + QUERIES_PER_TASK].numpy()
-        inside = (matches[:, 0] >= first) & (matches[:, 0] < first + QUERIES_PER_TASK)
-        pending.append(task.remote(part, shared, matches[inside] - np.array([first, 0])))
+        start, stop = np.searchsorted(matches[:, 0], (first, first + QUERIES_PER_TASK))
+        pending.append(task.remote(part, shared, matches[start:stop] - np.array([first, 0])))
     similarity, index = zip(*ray.get(pending), strict=True)
     return np.concatenate(similarity), np.concatenate(index)

@@ -1,8 +1,9 @@
 """Checks of commands on a trained run that need neither torch nor Ray."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
+from typing import Any
 
 from raycl.arguments import check_type
 from raycl.data.columns import ColumnNames
@@ -23,6 +24,14 @@ MEASURES: dict[str, dict[str, type]] = {
     "sts": {"text": str, "baseline": bool},
 }
 _NOT_IN_SET = {"knn": ("columns", "network"), "linear": ("columns", "network"), "retrieval": ("columns",)}
+_VALID: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "k": (lambda value: value >= 1, "at least 1"),
+    "labels_per_class": (lambda value: value >= 1, "at least 1"),
+    "examples": (lambda value: value >= 0, "at least 0"),
+    "seed": (lambda value: value >= 0, "at least 0"),
+    "temperature": (lambda value: value > 0, "above 0"),
+    "max_invalid_fraction": (lambda value: 0 <= value <= 1, "from 0 to 1"),
+}
 
 
 def check_package(to: str | None) -> None:
@@ -52,7 +61,7 @@ def check_index(index: str | None) -> None:
 
 
 def check_options(measure: str, given: Mapping[str, object]) -> None:
-    """Raise ``ConfigError`` for an option that a measure does not have, or of another type."""
+    """Raise ``ConfigError`` for an option that a measure does not have, of another type or out of range."""
     known = {*MEASURES[measure], *_NOT_IN_SET.get(measure, ())}
     if unknown := sorted({*given} - known):
         raise ConfigError(
@@ -60,6 +69,15 @@ def check_options(measure: str, given: Mapping[str, object]) -> None:
         )
     for name, kind in {**MEASURES[measure], "columns": ColumnNames}.items():
         check_type(name, given.get(name), kind, optional=True)
+    check_values(given)
+
+
+def check_values(given: Mapping[str, object]) -> None:
+    """Raise ``ConfigError`` for an option out of range, before a set is read; None is a default."""
+    for name, (is_valid, said) in _VALID.items():
+        value = given.get(name)
+        if value is not None and not is_valid(value):
+            raise ConfigError(f"{name} must be {said}, came {value}")
 
 
 def check_mining(num_negatives: int, max_relative_score: float) -> None:

@@ -130,8 +130,7 @@ class BankActor(ABC, Generic[Store]):
     @_remote
     def find(self, sample_id: np.ndarray) -> tuple[Negatives, int]:
         """Return the rows of these samples that are here, in the order of slots, and the newest step of all rows."""
-        rows = self.store.negatives()
-        return rows[np.flatnonzero(np.isin(rows.sample_id, sample_id))], newest_step(rows)
+        return self._rows_of(sample_id), newest_step(self.store.negatives())
 
     @_remote
     def draw(self, num: int) -> tuple[np.ndarray, int]:
@@ -165,6 +164,10 @@ class BankActor(ABC, Generic[Store]):
         """The store, once it is loaded."""
         assert self._store is not None, "load_once comes first"
         return self._store
+
+    @abstractmethod
+    def _rows_of(self, sample_id: np.ndarray) -> Negatives:
+        """Return copies of the rows of these samples that are here, in the order of slots."""
 
     @abstractmethod
     def _load(self, step: int) -> None:
@@ -224,6 +227,9 @@ class QueueActor(BankActor[KeyQueue]):
         self._reads.count(len(self.store))
         return self.store.state_dict()
 
+    def _rows_of(self, sample_id: np.ndarray) -> Negatives:
+        return self.store.get(sample_id)
+
     def _save(self, step: int, current: int) -> tuple[int, ...]:
         self._write(step, {"sequence": str(self.store.sequence)})
         return (step,)
@@ -276,6 +282,9 @@ class MemoryBankActor(BankActor[MemoryBank]):
         rows = self.store.negatives()[start:stop]
         self._reads.count(len(rows))
         return rows
+
+    def _rows_of(self, sample_id: np.ndarray) -> Negatives:
+        return self.store.find(sample_id)  # a scan of all rows would keep the workers waiting
 
     def _save(self, step: int, current: int) -> tuple[int, ...]:
         store, unsaved = self.store, self.store.unsaved()

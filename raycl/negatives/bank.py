@@ -12,6 +12,7 @@ from ray import exceptions
 
 from raycl.arguments import check_type
 from raycl.errors import ConfigError, RunError, first_line
+from raycl.lease import writing_new
 from raycl.negatives.actor import BankActor, MemoryBankActor, QueueActor
 from raycl.negatives.placement import (
     ShardAtRisk,
@@ -35,7 +36,6 @@ from raycl.negatives.spec import BankSpec
 from raycl.negatives.stats import BankStats, ShardStats, sum_up
 from raycl.negatives.store import Negatives, checked_ids, concatenate, named
 from raycl.ray_runtime import ambiguous_rays, connect
-from raycl.storage import absolute
 
 NAMESPACE = "raycl"
 Arguments = TypeVarTuple("Arguments")
@@ -230,12 +230,13 @@ class Bank:
         return sum_up(self.spec, shards, row_parts, infos)
 
     def export(self, uri: str) -> int:
-        """Let each shard write its written rows as parquet below ``uri``; return how many.
+        """Let each shard write its written rows as parquet to a new folder ``uri``; return how many.
 
         Each slice of rows has a file, so that training's calls come in between. Columns: ``sample_id``,
-        ``step``, ``embedding``.
+        ``step``, ``embedding``. Raises ``StorageError`` if the folder exists; a failure removes it.
         """
-        return sum(num_rows for _, num_rows in self._slice_by_slice(BankActor.export, absolute(uri)))
+        with writing_new(uri) as place:
+            return sum(num_rows for _, num_rows in self._slice_by_slice(BankActor.export, place.uri))
 
     def _nearest(self, query: np.ndarray, k: int, *, without: int | None) -> list[Neighbors]:
         if self.spec.kind == "partition":

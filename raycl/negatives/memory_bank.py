@@ -108,6 +108,10 @@ class MemoryBank:
         """Return copies of the rows of the samples ``sample_id``, int64 [n], in their order."""
         return self._take(self._samples.positions_of(sample_id))
 
+    def find(self, sample_id: np.ndarray) -> Negatives:
+        """Return copies of the rows of those samples that are here, in the order of slots."""
+        return self._take(self._samples.find(sample_id))
+
     def update(self, sample_id: np.ndarray, rows: np.ndarray, step: int) -> None:
         """Move the slots of ``sample_id`` [n] towards ``rows`` [n, dim], written at ``step``.
 
@@ -248,12 +252,7 @@ class SampleIndex:
     def positions_of(self, sample_id: np.ndarray) -> np.ndarray:
         """Return the position of each sample, int64 [n]; raises ``ConfigError`` for one not among these."""
         ids = checked_ids(sample_id)
-        if self._is_gapless:
-            positions = ids - self.sample_id[0]
-            unknown = (positions < 0) | (positions >= len(self))
-        else:
-            positions = np.searchsorted(self.sample_id, ids)
-            unknown = np.take(self.sample_id, positions, mode="clip") != ids
+        positions, unknown = self._search(ids)
         if unknown.any():
             raise ConfigError(
                 f"the bank has no slot for the samples {named(ids[unknown])}: it holds {len(self)}, from "
@@ -261,10 +260,23 @@ class SampleIndex:
             )
         return positions
 
+    def find(self, sample_id: np.ndarray) -> np.ndarray:
+        """Return the positions of those samples that are here, distinct and in ascending order."""
+        positions, unknown = self._search(checked_ids(sample_id))
+        return np.unique(positions[~unknown])
+
     def ids_at(self, positions: np.ndarray) -> np.ndarray:
         """Return the samples at these positions, int64 [n]."""
         # Random reads of an array cost cache misses: compute the ids where that is possible.
         return positions + self.sample_id[0] if self._is_gapless else np.take(self.sample_id, positions)
+
+    def _search(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the position of each id, and whether it is not here, both [n]."""
+        if self._is_gapless:
+            positions = ids - self.sample_id[0]
+            return positions, (positions < 0) | (positions >= len(self))
+        positions = np.searchsorted(self.sample_id, ids)
+        return positions, np.take(self.sample_id, positions, mode="clip") != ids
 
 
 def check_slots(slots: np.ndarray, first: int, stop: int) -> None:

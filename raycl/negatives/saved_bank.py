@@ -1,5 +1,6 @@
 """The rows that a run has saved, in this process, to be asked as a bank is."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import final
 
@@ -33,7 +34,7 @@ class SavedBank:
 
     def __init__(self, spec: BankSpec, rows: Negatives, kind: str) -> None:
         self._spec, self._rows = spec, rows
-        stats = sum_up(spec, [], [row_stats(rows)], [])  # there are no shards
+        stats = sum_up(spec, [], list(map(row_stats, self._slices())), [])  # there are no shards
         num_bytes = sum(each.nbytes for each in rows.arrays())
         self._stats = replace(stats, name=run_name(Place(stats.output)), kind=kind, num_bytes=num_bytes)
 
@@ -61,12 +62,13 @@ class SavedBank:
 
     def _nearest(self, query: np.ndarray, k: int, *, without: int | None) -> list[Neighbors]:
         queries = checked_query(query, k, dim=self._spec.dim)
-        starts = range(0, max(len(self._rows), 1), ROWS_PER_GROUP)
-        parts = [
-            nearest(self._rows[start : start + ROWS_PER_GROUP], queries, k, without=without)
-            for start in starts
-        ]
+        parts = [nearest(rows, queries, k, without=without) for rows in self._slices()]
         return [merge(of_one, k) for of_one in zip(*parts, strict=True)]
+
+    def _slices(self) -> Iterator[Negatives]:
+        """Yield all rows in slices, whose copies take little memory."""
+        for start in range(0, max(len(self._rows), 1), ROWS_PER_GROUP):
+            yield self._rows[start : start + ROWS_PER_GROUP]
 
 
 def read_saved_bank(run: str) -> SavedBank:
@@ -100,7 +102,12 @@ def read_embedded(run: str, uri: str) -> SavedBank:
         raise DataError(f"{uri} has no rows; embed a data set by `raycl embed`")
     if len({rows.shape[1] for _, rows in parts}) > 1:
         raise DataError(f"{uri} has embeddings of several widths; give the output of one `raycl embed`")
-    ids, rows = (np.concatenate(each) for each in zip(*parts, strict=True))
+    ids = np.concatenate([some for some, _ in parts])
+    rows, stop = np.empty((len(ids), parts[0][1].shape[1]), np.float32), len(ids)
+    while parts:  # each is freed once it is copied
+        _, some = parts.pop()
+        rows[stop - len(some) : stop] = some
+        stop -= len(some)
     return _embedded(Place(absolute(run)), ids, rows, 0)
 
 

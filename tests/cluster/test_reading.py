@@ -44,6 +44,7 @@ from raycl.training.data_module import DataModule
 from raycl.training.data_set import DataSet
 from raycl.training.preflight import describe_data, save_run_files
 from raycl.training.transforms import build_formats
+from tests.encoders import write_images_run
 from tests.images import digit_files, encode, photograph, write_digits
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -545,3 +546,14 @@ def test_the_doctor_checks_machine_cluster_and_data(mixed: Path) -> None:
     assert "1 flat" in findings["sample"].seen
     missing = {finding.name: finding for finding in raycl.run_doctor(data=mixed / "none")}
     assert not missing["data"].good
+
+
+def test_the_rows_of_many_blocks_are_embedded_to_one_file_in_order(tmp_path: Path) -> None:
+    sizes = {"channels": 1, "image_size": 16, "stored_size": 16, "width": 0.25, "representation_dim": 128}
+    run = write_images_run(tmp_path / "run", "resnet10", stem="small", **sizes)
+    (tmp_path / "data").mkdir()
+    for number in range(5):  # each of them is a block
+        write_digits(tmp_path / "data" / f"{number}.parquet", 20)
+    raycl.embed(run, tmp_path / "data", tmp_path / "embedded", quiet=True)
+    (file,) = (tmp_path / "embedded").iterdir()
+    assert pq.read_table(file)["sample_id"].to_pylist() == list(range(100))
