@@ -338,7 +338,9 @@ def test_sentences_get_a_bag_of_subwords_without_a_gpu_unless_an_encoder_is_set(
     assert plan.config.stages[0].model_copy(update=words) == papers.stages[0]
     assert planned("stages.0.learning_rate=0.01").config.stages[0].learning_rate == 0.01
     assert planned("encoder.name=transformer") == RunPlan(papers)
-    assert planned("encoder.kwargs.num_layers=2") == RunPlan(override(papers, {"encoder.kwargs.num_layers": 2}))
+    assert planned("encoder.kwargs.num_layers=2") == RunPlan(
+        override(papers, {"encoder.kwargs.num_layers": 2})
+    )
     assert planned(own=True) == RunPlan(papers)
     assert planned(gpu=True) == RunPlan(papers.model_copy(update={"gpu": True}))
     with pytest.raises(ConfigError, match="activation_checkpoint_every acts only"):

@@ -96,6 +96,30 @@ def test_the_last_checkpoint_gives_the_encoder_that_a_finished_run_would_save(
     assert set(lines) == {f"{unfinished} has not finished: using its checkpoint after step 12"}
 
 
+def test_a_checkpoint_may_be_given_in_place_of_its_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = pairs.small_config(settings={"separate_towers": True, **HEAD})
+    best, last = trained(config, seed=1), trained(config, seed=2)
+    write_run(tmp_path / "best", config, best, 5)
+    run = Path(write_run(tmp_path / "run", config, last, 12))
+    (tmp_path / "best" / "checkpoints" / "step-00000005-evaluated").rename(
+        run / "checkpoints" / "step-00000005"
+    )
+    save(config, run)  # the encoder of the last step
+    checkpoint = str(run / "checkpoints" / "step-00000005")
+    check_inputs(checkpoint)
+    for side in ("query", "key"):
+        assert torch.equal(
+            representations(checkpoint, side),
+            representations(write_run(tmp_path / side, config, best, 5), side),
+        )
+        assert not torch.equal(representations(checkpoint, side), representations(str(run), side))
+    assert str(run) not in capsys.readouterr().err
+    with pytest.raises(StorageError, match="found no encoder"):
+        check_inputs(str(run / "checkpoints"))
+
+
 def test_a_truncated_list_of_checkpoints_is_replaced_by_its_copy(tmp_path: Path) -> None:
     config = of_images("simclr")
     run = write_run(tmp_path / "run", config, trained(config), 5)

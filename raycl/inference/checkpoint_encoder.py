@@ -1,4 +1,4 @@
-"""The encoders in the last checkpoint of a run, which may still be training."""
+"""The encoders in the last checkpoint of a run, which may still be training, or in the checkpoint that is named."""
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -99,13 +99,14 @@ def read_checkpoint_encoders(
     network: nn.Module | None = None,
     trusted: Collection[str] | None = None,
 ) -> list[SavedEncoder]:
-    """Read the encoders of these sides from the last checkpoint; stderr reports which one.
+    """Read the encoders of these sides from the last checkpoint, which stderr reports, or from the checkpoint ``run``.
 
     Arguments and errors as in ``load_encoder``.
     """
     opened = _open(run, trusted, own_encoder=network is not None)
-    step = opened.name.removeprefix("step-").partition("-")[0].lstrip("0") or "0"
-    print(f"{run} has not finished: using its checkpoint after step {step}", file=sys.stderr)
+    if not (Place(absolute(run)) / STATE).exists():
+        step = opened.name.removeprefix("step-").partition("-")[0].lstrip("0") or "0"
+        print(f"{run} has not finished: using its checkpoint after step {step}", file=sys.stderr)
     towers = opened.towers(network)
     by_side = {"query": towers[0], "key": towers[-1]}  # which may share one tower
     weights, prefix = opened.state.get("tower", {}), ""
@@ -119,7 +120,7 @@ def read_checkpoint_encoders(
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Opened:
-    """A run, and the train state in its last checkpoint, which ``name`` names."""
+    """A run, and the train state in its checkpoint ``name``."""
 
     output: Place
     config: RunConfig
@@ -158,7 +159,9 @@ def _open(run: str, trusted: Collection[str] | None = None, *, own_encoder: bool
 
     ``own_encoder`` skips the name of the encoder, which a module replaces.
     """
-    output = Place(absolute(run))
+    given = Place(absolute(run))
+    is_checkpoint = (given / STATE).exists()
+    output = given.parent.parent if is_checkpoint else given
     place = output / CONFIG
     config = config_from_yaml(place.read_text(), name=place.uri, trained=True)
     if not own_encoder:
@@ -166,7 +169,7 @@ def _open(run: str, trusted: Collection[str] | None = None, *, own_encoder: bool
         check_trusted(config.encoder.name, place.uri, trusted, is_text=is_text)
     if config.data.kind == "image_text":
         check_trusted(config.text_encoder.name, place.uri, trusted, is_text=True)
-    name, state = _last_state(output)
+    name, state = (given.name, _state_in(given)) if is_checkpoint else _last_state(output)
     tokenizer = load_tokenizer(output.uri) if config.has_texts else None
     return _Opened(output=output, config=config, name=name, state=state, tokenizer=tokenizer)
 
@@ -176,13 +179,17 @@ def _last_state(output: Place) -> tuple[str, dict[str, Any]]:
     name = last_checkpoint(output)
     while True:
         try:
-            place = output / CHECKPOINTS / name / STATE
-            return name, load_state(place.read_bytes(), str(place)).get("learner", {})
+            return name, _state_in(output / CHECKPOINTS / name)
         except StorageError:
             # A training run deletes a checkpoint once it has a newer one.
             previous, name = name, last_checkpoint(output)
             if name == previous:
                 raise
+
+
+def _state_in(checkpoint: Place) -> dict[str, Any]:
+    place = checkpoint / STATE
+    return load_state(place.read_bytes(), str(place)).get("learner", {})
 
 
 def _weights_below(prefix: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -21,7 +21,8 @@ def load_encoder(
 ) -> ImageEncoder | TextEncoder:
     """Load the encoder of the run at ``uri``, in evaluation mode.
 
-    An unfinished run gives the encoder of its last checkpoint; stderr reports which. ``side`` selects one
+    An unfinished run gives the encoder of its last checkpoint; stderr reports which. The folder of a checkpoint below
+    ``checkpoints`` gives the encoder that it has. ``side`` selects one
     of two towers: ``query`` (or images), or ``key`` (documents or captions), which may share one encoder.
     Their projection heads are included. ``network`` is needed for an encoder that was passed to
     ``raycl.train`` as a module, which cannot be built from a name; the weights are loaded into a copy of it. A name such as

@@ -12,7 +12,7 @@ from raycl.errors import ConfigError, StorageError, first_line
 from raycl.gpus import are_missing, check_gpu
 from raycl.lease import check_absent
 from raycl.models.registry import SPEC, SideName, check_side
-from raycl.records import CHECKPOINT_LIST, CHECKPOINTS
+from raycl.records import CHECKPOINT_LIST, CHECKPOINTS, STATE
 from raycl.storage import Place, absolute
 
 _OF_LABELS = {"baseline": bool, "max_invalid_fraction": float}
@@ -97,8 +97,9 @@ def has_encoder(run: str | os.PathLike[str]) -> bool:
 
 
 def has_checkpoint(run: str | os.PathLike[str]) -> bool:
-    """Whether the run saved a checkpoint."""
-    return (Place(absolute(run)) / CHECKPOINTS / CHECKPOINT_LIST).exists()
+    """Whether the run saved a checkpoint, or is the folder of one."""
+    place = Place(absolute(run))
+    return (place / CHECKPOINTS / CHECKPOINT_LIST).exists() or (place / STATE).exists()
 
 
 def check_inputs(
