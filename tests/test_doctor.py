@@ -18,11 +18,11 @@ from raycl.api import plan_examined as plan
 from raycl.cli.plan import command_settings
 from raycl.config import RunConfig
 from raycl.config.overrides import override
-from raycl.data.sources import Fragment
-from raycl.doctor.data import MAX_FRAGMENTS, check_data, spread
+from raycl.data.sources import Fragment, find_source
+from raycl.doctor.data import MAX_FRAGMENTS, DataSummary, check_data, spread
 from raycl.doctor.encoders import check_pools, estimate_encoder
 from raycl.doctor.estimate import ALLOCATOR, CUDA_BYTES
-from raycl.doctor.memory import bank_bytes, check_memory, estimate_memory
+from raycl.doctor.memory import bank_bytes, check_decoded_data, check_memory, estimate_memory, is_streamed
 from raycl.doctor.memory_profile import MemoryProfile, peak_bytes, profile_memory
 from raycl.doctor.nodes import (
     Node,
@@ -40,6 +40,7 @@ from raycl.models.build import build_towers
 from raycl.optim import build_optimizer
 from raycl.recipes import recipe
 from raycl.storage import Place
+from raycl.training.preflight import column_names
 from tests.images import write_digits
 from tests.test_cli import run_raycl
 
@@ -502,6 +503,33 @@ def test_the_data_set_of_a_mixture_is_checked_alone(tmp_path: Path) -> None:
     first, second = itertools.islice(check_data(str(tmp_path / "a.parquet"), None, mixture), 2)
     assert (first.name, first.good) == ("data", True)
     assert second.name == "sample"
+
+
+def test_short_texts_are_streamed_if_a_run_streams_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pq.write_table(pa.table({"query": ["a"] * 100, "document": ["b"] * 100}), tmp_path / "a.parquet")
+    config = override(recipe("two_tower"), {"text.max_length": 8, "text.max_document_length": 24})
+    source = find_source(str(tmp_path / "a.parquet"), column_names(config))
+    data = DataSummary(source=source, rows=[], num_flat=0, sample_bytes=0)
+    # A run counts every text at its greatest length: 100 rows of 32 tokens.
+    for store, streamed in ((2 * 100 * 32 * 4 - 2, True), (2 * 100 * 32 * 4, False)):
+        monkeypatch.setattr("raycl.training.data_module.object_store_bytes", lambda size=store: float(size))
+        assert is_streamed(config, data) == streamed
+    corrected = override(config, {"stages.0.logq_correction": "simple"})
+    assert check_decoded_data(corrected, data, []).seen.startswith(
+        "100 decoded rows take 0 B, held in object stores"
+    )
+    cached = override(config, {"data.cache": "stream"})
+    assert check_decoded_data(cached, data, []).good
+    refused = check_decoded_data(override(corrected, {"data.cache": "stream"}), data, [])
+    assert not refused.good
+    assert "they are streamed: logq_correction needs the ids of all rows before training" in refused.seen
+    assert (is_streamed(config, None), is_streamed(cached, None), is_streamed(cached, data)) == (
+        False,
+        True,
+        True,
+    )
 
 
 def test_splits_in_place_of_classes_are_red(tmp_path: Path) -> None:
