@@ -28,6 +28,7 @@ from raycl.doctor.nodes import (
     Node,
     NodeAnswer,
     NodeInfo,
+    alive_nodes,
     describe_node,
     network_address,
     reachable_ports,
@@ -215,6 +216,41 @@ def test_the_remedy_for_a_bank_that_is_too_large_names_only_settings_that_act(
     found = {each.name: each for each in check_memory(config, data, answers)}
     assert not found["bank"].good
     assert found["bank"].remedy == remedy
+
+
+def test_only_nodes_with_the_required_type_of_gpu_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = {"old": ("T4", 2.0**30), "new": ("H100", 80 * 2.0**30)}
+    listed = [
+        {
+            "NodeID": name,
+            "Alive": True,
+            "NodeManagerHostname": name,
+            "Resources": {"CPU": 8.0, "GPU": 1.0, f"accelerator_type:{kind}": 1.0},
+            "Labels": {},
+        }
+        for name, (kind, _) in gpu.items()
+    ]
+    monkeypatch.setattr("raycl.doctor.nodes.ray.nodes", lambda: listed)
+    nodes = sorted(alive_nodes(), key=lambda node: node.name, reverse=True)
+    infos = (NodeInfo(versions={}, memory=free, free_memory=free) for free in (1e3, 1e12))
+    answers = [NodeAnswer(*each) for each in zip(nodes, infos, strict=True)]
+    monkeypatch.setattr("raycl.doctor.memory.check_cluster", lambda *_, **__: None)
+    monkeypatch.setattr("raycl.doctor.memory._profile_stages", lambda config: [ONE] * len(config.stages))
+    monkeypatch.setattr(
+        "raycl.doctor.estimate.ask_nodes",
+        lambda nodes, _, num_gpus: [NodeAnswer(each, [gpu[each.name]]) for each in nodes],
+    )
+
+    def check(**settings: Any) -> dict[str, CheckResult]:
+        config = small("simclr", gpu=True, **settings)
+        return {each.name: each for each in check_memory(config, None, answers)}
+
+    found = check(accelerator="H100")
+    assert found["memory of a worker"].good and "1 on new" in found["memory of a worker"].seen
+    assert found["memory of a GPU"].good and "the smallest has 80.0 GiB" in found["memory of a GPU"].seen
+    found = check()
+    assert not found["memory of a worker"].good and "1 on old" in found["memory of a worker"].seen
+    assert not found["memory of a GPU"].good and "the smallest has 1.0 GiB" in found["memory of a GPU"].seen
 
 
 KEYS: dict[str, Any] = {

@@ -21,6 +21,7 @@ from raycl.doctor.estimate import (
     MemoryEstimate,
     available_memory,
     drawing_bytes,
+    has_gpu_of,
     smallest_gpu,
     workers_on,
 )
@@ -71,7 +72,8 @@ def check_memory(
         return 0.0
     yield _check_worker(config, estimate, answers)
     if config.gpu:
-        yield _check_gpu(config, estimate, [answer.node for answer in answers])
+        nodes = [answer.node for answer in answers if has_gpu_of(config, answer.node)]
+        yield _check_gpu(config, estimate, nodes)
     yield from check_pools(config, profiles, estimate, answers)
     if data is not None:
         yield check_decoded_data(config, data, answers)
