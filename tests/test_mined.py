@@ -568,6 +568,21 @@ def test_a_document_is_in_the_bank_under_the_least_id_of_its_rows_and_else_under
     assert len(build_corpus(rows, explicit=False).corpus.document) == 3
 
 
+@pytest.mark.parametrize("shared", [("query_id",), ("document_id",), ("query_id", "document_id")])
+def test_matches_take_memory_in_proportion_to_the_texts_that_share_an_id(shared: Sequence[str]) -> None:
+    sizes = []
+    for number in (100, 200):
+        values = {role: [f"{role[0]}{n}" for n in range(number)] for role in ("query", "document")}
+        ids = {
+            role: [0] * number if role in shared else list(range(number))
+            for role in ("query_id", "document_id")
+        }
+        corpus = build_corpus(held_rows(values | ids), explicit=True).corpus
+        assert corpus.matches_of(5).tolist() == list(range(number))
+        sizes.append(len(corpus.to_bytes()))
+    assert sizes[1] < 2.1 * sizes[0]
+
+
 def test_the_own_text_of_a_query_matches_it_whatever_the_prompts() -> None:
     prompts = {"text.query_prompt": "query: ", "text.document_prompt": "a longer passage: "}
     config = small_config(settings=prompts | {"text.max_length": 40, "text.max_document_length": 40})
