@@ -42,15 +42,12 @@ class Images:
 
     def take(self, numbers: NDArray[np.int64]) -> Batch:
         """Return the images with these numbers."""
-        rows, order = self._rows
-        ids = rows.sample_id[order]
-        return rows.take(order[np.searchsorted(ids, self.sample_id[numbers])])
+        return self._rows.take(np.searchsorted(self._rows.sample_id, self.sample_id[numbers]))
 
     @cached_property
-    def _rows(self) -> tuple[InMemoryDataset, NDArray[np.intp]]:
-        """The rows without their other contents, and their positions in the order of ids."""
-        rows = self.load().only("image")
-        return rows, np.argsort(rows.sample_id, kind="stable")
+    def _rows(self) -> InMemoryDataset:
+        """The rows without their other contents, in the order of ids."""
+        return self.load().only("image").where(lambda ids: np.ones(len(ids), np.bool_))
 
 
 @final
