@@ -19,6 +19,7 @@ from raycl.cli.plan import command_settings
 from raycl.config import RunConfig
 from raycl.config.overrides import override
 from raycl.data.sources import Fragment, find_source
+from raycl.doctor.checks import check_gpus
 from raycl.doctor.data import MAX_FRAGMENTS, DataSummary, check_data, spread
 from raycl.doctor.encoders import check_pools, estimate_encoder
 from raycl.doctor.estimate import ALLOCATOR, CUDA_BYTES
@@ -216,6 +217,32 @@ def test_the_remedy_for_a_bank_that_is_too_large_names_only_settings_that_act(
     found = {each.name: each for each in check_memory(config, data, answers)}
     assert not found["bank"].good
     assert found["bank"].remedy == remedy
+
+
+def test_nodes_with_as_many_free_gpus_are_asked_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = {"a": 8.0, "b": 8.0, "c": 3.0, "d": 0.0, "e": 8.0}
+    nodes = [
+        Node(node_id=name, name=name, is_head=False, num_cpus=1, num_gpus=8, object_store=0)
+        for name in "abcde"
+    ]
+    asked = list[tuple[str, float]]()
+
+    def ask(nodes: list[Node], _: Any, *, num_gpus: float) -> list[NodeAnswer[Any]]:
+        asked.append(("".join(node.name for node in nodes), num_gpus))
+        models = {"a": [("H100", 2.0**30)] * 8, "b": [], "c": [("H100", 2.0**30)] * 3}
+        return [NodeAnswer(node, models.get(node.name), "no answer") for node in nodes]
+
+    resources = {name: {"GPU": number} for name, number in free.items()}
+    monkeypatch.setattr("raycl.doctor.checks.state.available_resources_per_node", lambda: resources)
+    monkeypatch.setattr("raycl.doctor.checks.ask_nodes", ask)
+    found = {each.name[-1]: each for each in check_gpus(nodes)}
+    assert asked == [("abe", 8), ("c", 3)]
+    assert [name for name in "abcde" if found[name].good] == ["a", "c", "d"]
+    assert found["c"].seen.startswith("Ray counts 3 free of 8, torch sees 3 (H100 1.0 GiB, ")
+    assert found["d"].seen == "8, all in use now, so not checked"
+    assert found["e"].seen == "Ray counts 8; no answer"
+    (none,) = check_gpus([replace(nodes[0], num_gpus=0)])
+    assert (none.name, none.good) == ("GPUs", True)
 
 
 def test_only_nodes_with_the_required_type_of_gpu_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
