@@ -545,6 +545,24 @@ def test_a_step_never_waits_for_the_miner_and_survives_its_death(monkeypatch: py
     assert kept.table is None
 
 
+def test_a_query_of_many_matches_does_not_lengthen_the_search_of_all_others() -> None:
+    values = {
+        "query": [f"q{n}" for n in range(200)] + ["many"] * 300,
+        "document": [f"d{n}" for n in range(500)],
+    }
+    built, network = build_corpus(held_rows(values), explicit=True), towers()
+    bank = LocalBank(built.corpus.bank_id)
+    search_in_bank = search_of(built, bank, numpy_weights(network))
+    search_in_bank.embed_documents()
+    with patch.object(bank, "nearest", wraps=bank.nearest) as calls:
+        table = search_in_bank.mine()
+    asked = [(len(each.args[0]), each.args[1]) for each in calls.call_args_list]
+    few = CANDIDATES + SPARE + 1
+    assert asked == [(64, few), (64, few), (64, few), (9, few + 299)]
+    of_many = table.document[200:]
+    assert of_many.max() < 200
+
+
 # The corpus
 
 
