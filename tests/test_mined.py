@@ -470,7 +470,9 @@ def test_a_pool_that_does_not_fit_beside_the_workers_is_refused_in_one_line(
     settings: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 4.0})
-    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Labels": {"zone": "a"}}])
+    monkeypatch.setattr(
+        "ray.nodes", lambda: [{"Alive": True, "Labels": {"zone": "a"}, "Resources": {"CPU": 4.0}}]
+    )
     config = override(CONFIG, {"workers": 2, "cpus_per_worker": 1.0})
     check_cluster(config, streamed=False, report=lambda _: None)
     with pytest.raises(ConfigError, match=problem):
