@@ -86,8 +86,8 @@ MUTATIONS = [
     Mutation(
         "a known match becomes a mined negative",
         "raycl/training/miner.py",
-        "kept = np.flatnonzero((documents >= 0) & ~np.isin(documents, known))[:k]",
-        "kept = np.flatnonzero(documents >= 0)[:k]",
+        "kept = np.flatnonzero((documents >= 0) & ~np.isin(documents, known))[: self._num_near]",
+        "kept = np.flatnonzero(documents >= 0)[: self._num_near]",
         "tests/test_mined.py",
     ),
     Mutation(

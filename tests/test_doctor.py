@@ -18,16 +18,18 @@ from raycl.api import plan_examined as plan
 from raycl.cli.plan import command_settings
 from raycl.config import RunConfig
 from raycl.config.overrides import override
-from raycl.data.sources import Fragment
-from raycl.doctor.data import MAX_FRAGMENTS, check_data, spread
+from raycl.data.sources import Fragment, find_source
+from raycl.doctor.checks import check_gpus
+from raycl.doctor.data import MAX_FRAGMENTS, DataSummary, check_data, spread
 from raycl.doctor.encoders import check_pools, estimate_encoder
 from raycl.doctor.estimate import ALLOCATOR, CUDA_BYTES
-from raycl.doctor.memory import bank_bytes, check_memory, estimate_memory
+from raycl.doctor.memory import bank_bytes, check_decoded_data, check_memory, estimate_memory, is_streamed
 from raycl.doctor.memory_profile import MemoryProfile, peak_bytes, profile_memory
 from raycl.doctor.nodes import (
     Node,
     NodeAnswer,
     NodeInfo,
+    alive_nodes,
     describe_node,
     network_address,
     reachable_ports,
@@ -40,6 +42,7 @@ from raycl.models.build import build_towers
 from raycl.optim import build_optimizer
 from raycl.recipes import recipe
 from raycl.storage import Place
+from raycl.training.preflight import column_names
 from tests.images import write_digits
 from tests.test_cli import run_raycl
 
@@ -214,6 +217,67 @@ def test_the_remedy_for_a_bank_that_is_too_large_names_only_settings_that_act(
     found = {each.name: each for each in check_memory(config, data, answers)}
     assert not found["bank"].good
     assert found["bank"].remedy == remedy
+
+
+def test_nodes_with_as_many_free_gpus_are_asked_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = {"a": 8.0, "b": 8.0, "c": 3.0, "d": 0.0, "e": 8.0}
+    nodes = [
+        Node(node_id=name, name=name, is_head=False, num_cpus=1, num_gpus=8, object_store=0)
+        for name in "abcde"
+    ]
+    asked = list[tuple[str, float]]()
+
+    def ask(nodes: list[Node], _: Any, *, num_gpus: float) -> list[NodeAnswer[Any]]:
+        asked.append(("".join(node.name for node in nodes), num_gpus))
+        models = {"a": [("H100", 2.0**30)] * 8, "b": [], "c": [("H100", 2.0**30)] * 3}
+        return [NodeAnswer(node, models.get(node.name), "no answer") for node in nodes]
+
+    resources = {name: {"GPU": number} for name, number in free.items()}
+    monkeypatch.setattr("raycl.doctor.checks.state.available_resources_per_node", lambda: resources)
+    monkeypatch.setattr("raycl.doctor.checks.ask_nodes", ask)
+    found = {each.name[-1]: each for each in check_gpus(nodes)}
+    assert asked == [("abe", 8), ("c", 3)]
+    assert [name for name in "abcde" if found[name].good] == ["a", "c", "d"]
+    assert found["c"].seen.startswith("Ray counts 3 free of 8, torch sees 3 (H100 1.0 GiB, ")
+    assert found["d"].seen == "8, all in use now, so not checked"
+    assert found["e"].seen == "Ray counts 8; no answer"
+    (none,) = check_gpus([replace(nodes[0], num_gpus=0)])
+    assert (none.name, none.good) == ("GPUs", True)
+
+
+def test_only_nodes_with_the_required_type_of_gpu_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = {"old": ("T4", 2.0**30), "new": ("H100", 80 * 2.0**30)}
+    listed = [
+        {
+            "NodeID": name,
+            "Alive": True,
+            "NodeManagerHostname": name,
+            "Resources": {"CPU": 8.0, "GPU": 1.0, f"accelerator_type:{kind}": 1.0},
+            "Labels": {},
+        }
+        for name, (kind, _) in gpu.items()
+    ]
+    monkeypatch.setattr("raycl.doctor.nodes.ray.nodes", lambda: listed)
+    nodes = sorted(alive_nodes(), key=lambda node: node.name, reverse=True)
+    infos = (NodeInfo(versions={}, memory=free, free_memory=free) for free in (1e3, 1e12))
+    answers = [NodeAnswer(*each) for each in zip(nodes, infos, strict=True)]
+    monkeypatch.setattr("raycl.doctor.memory.check_cluster", lambda *_, **__: None)
+    monkeypatch.setattr("raycl.doctor.memory._profile_stages", lambda config: [ONE] * len(config.stages))
+    monkeypatch.setattr(
+        "raycl.doctor.estimate.ask_nodes",
+        lambda nodes, _, num_gpus: [NodeAnswer(each, [gpu[each.name]]) for each in nodes],
+    )
+
+    def check(**settings: Any) -> dict[str, CheckResult]:
+        config = small("simclr", gpu=True, **settings)
+        return {each.name: each for each in check_memory(config, None, answers)}
+
+    found = check(accelerator="H100")
+    assert found["memory of a worker"].good and "1 on new" in found["memory of a worker"].seen
+    assert found["memory of a GPU"].good and "the smallest has 80.0 GiB" in found["memory of a GPU"].seen
+    found = check()
+    assert not found["memory of a worker"].good and "1 on old" in found["memory of a worker"].seen
+    assert not found["memory of a GPU"].good and "the smallest has 1.0 GiB" in found["memory of a GPU"].seen
 
 
 KEYS: dict[str, Any] = {
@@ -502,6 +566,33 @@ def test_the_data_set_of_a_mixture_is_checked_alone(tmp_path: Path) -> None:
     first, second = itertools.islice(check_data(str(tmp_path / "a.parquet"), None, mixture), 2)
     assert (first.name, first.good) == ("data", True)
     assert second.name == "sample"
+
+
+def test_short_texts_are_streamed_if_a_run_streams_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pq.write_table(pa.table({"query": ["a"] * 100, "document": ["b"] * 100}), tmp_path / "a.parquet")
+    config = override(recipe("two_tower"), {"text.max_length": 8, "text.max_document_length": 24})
+    source = find_source(str(tmp_path / "a.parquet"), column_names(config))
+    data = DataSummary(source=source, rows=[], num_flat=0, sample_bytes=0)
+    # A run counts every text at its greatest length: 100 rows of 32 tokens.
+    for store, streamed in ((2 * 100 * 32 * 4 - 2, True), (2 * 100 * 32 * 4, False)):
+        monkeypatch.setattr("raycl.training.data_module.object_store_bytes", lambda size=store: float(size))
+        assert is_streamed(config, data) == streamed
+    corrected = override(config, {"stages.0.logq_correction": "simple"})
+    assert check_decoded_data(corrected, data, []).seen.startswith(
+        "100 decoded rows take 0 B, held in object stores"
+    )
+    cached = override(config, {"data.cache": "stream"})
+    assert check_decoded_data(cached, data, []).good
+    refused = check_decoded_data(override(corrected, {"data.cache": "stream"}), data, [])
+    assert not refused.good
+    assert "they are streamed: logq_correction needs the ids of all rows before training" in refused.seen
+    assert (is_streamed(config, None), is_streamed(cached, None), is_streamed(cached, data)) == (
+        False,
+        True,
+        True,
+    )
 
 
 def test_splits_in_place_of_classes_are_red(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 import asyncio
 import os
+from collections import deque
 from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -139,6 +140,32 @@ def test_more_requests_than_encoders_wait_and_are_answered_in_order() -> None:
         found = [each for each in await asyncio.gather(*requests) if each]
         assert [each.embeddings[0, 2] for each in found] == [0, 1, 2, 3, 4]
         assert {each.embeddings[0, 0] for each in found} == {0, 1}
+
+    run(check())
+
+
+def test_an_idle_encoder_wakes_one_of_many_requests_and_a_new_attempt_ends_all() -> None:
+    class Counted(deque[Any]):
+        num_looks = 0
+
+        def __bool__(self) -> bool:
+            Counted.num_looks += 1
+            return len(self) > 0
+
+    async def check() -> None:
+        launcher, number = FakeLauncher(), 300
+        pool = await pool_of(launcher)
+        pool._idle = Counted(pool._idle)
+        found = await asyncio.gather(*(pool.encode([each], {}) for each in range(number)))
+        assert [each and each.embeddings[0, 2] for each in found] == list(range(number))
+        assert Counted.num_looks < 10 * number
+        launcher.go.clear()
+        requests = [asyncio.create_task(pool.encode([each], {})) for each in range(3)]
+        await asyncio.sleep(0)
+        await pool.begin("another")
+        assert await asyncio.gather(*requests[1:]) == [None, None]
+        launcher.go.set()
+        assert await requests[0]
 
     run(check())
 

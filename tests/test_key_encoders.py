@@ -1,6 +1,7 @@
 """Keys from a pool of actors, here in this process: the same keys as a worker's, and the right ages."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -375,8 +376,40 @@ def test_a_pool_that_cannot_fit_is_refused_in_one_line(
     settings: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 4.0})
-    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Labels": {"zone": "a"}}])
+    monkeypatch.setattr(
+        "ray.nodes", lambda: [{"Alive": True, "Labels": {"zone": "a"}, "Resources": {"CPU": 4.0}}]
+    )
     pool = {"momentum_encoder.location": "actors", "cpus_per_worker": 1.0}
     config = override(recipe("moco_v2"), pool | settings)
     with pytest.raises(ConfigError, match=problem):
+        check_cluster(config, streamed=False, report=lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"cpus_per_actor": 16}, "1 actors of 16 CPUs and 0 GPUs, and the nodes have room for 0; lower"),
+        ({"actors": 16}, None),
+        ({"actors": 5, "node_label": "zone=a", "cpus_per_actor": 2}, "label zone=a have room for 4; lower"),
+        ({"actors": 5, "min_actors": 4, "node_label": "zone=a", "cpus_per_actor": 2}, None),
+        (
+            {"node_label": "zone=b", "gpus_per_actor": 0.5},
+            "0.5 GPUs, and the nodes with the label zone=b have",
+        ),
+        ({"actors": 4, "node_label": "zone=a", "gpus_per_actor": 0.5}, None),
+    ],
+)
+def test_each_actor_of_a_pool_must_fit_on_a_node_with_its_label(
+    settings: dict[str, Any], problem: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [
+        {"Alive": True, "Labels": {"zone": "a"}, "Resources": {"CPU": 8.0, "GPU": 2.0}},
+        {"Alive": True, "Labels": {"zone": "b"}, "Resources": {"CPU": 12.0}},
+    ]
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 20.0, "GPU": 2.0})
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    pool = {"location": "actors", **settings}
+    changes = {f"momentum_encoder.{name}": value for name, value in pool.items()}
+    config = override(recipe("moco_v2"), {"gpu": False, **changes})
+    with nullcontext() if problem is None else pytest.raises(ConfigError, match=problem):
         check_cluster(config, streamed=False, report=lambda _: None)

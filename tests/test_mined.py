@@ -471,7 +471,9 @@ def test_a_pool_that_does_not_fit_beside_the_workers_is_refused_in_one_line(
     settings: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 4.0})
-    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Labels": {"zone": "a"}}])
+    monkeypatch.setattr(
+        "ray.nodes", lambda: [{"Alive": True, "Labels": {"zone": "a"}, "Resources": {"CPU": 4.0}}]
+    )
     config = override(CONFIG, {"workers": 2, "cpus_per_worker": 1.0})
     check_cluster(config, streamed=False, report=lambda _: None)
     with pytest.raises(ConfigError, match=problem):
@@ -546,6 +548,24 @@ def test_a_step_never_waits_for_the_miner_and_survives_its_death(monkeypatch: py
     assert kept.table is None
 
 
+def test_a_query_of_many_matches_does_not_lengthen_the_search_of_all_others() -> None:
+    values = {
+        "query": [f"q{n}" for n in range(200)] + ["many"] * 300,
+        "document": [f"d{n}" for n in range(500)],
+    }
+    built, network = build_corpus(held_rows(values), explicit=True), towers()
+    bank = LocalBank(built.corpus.bank_id)
+    search_in_bank = search_of(built, bank, numpy_weights(network))
+    search_in_bank.embed_documents()
+    with patch.object(bank, "nearest", wraps=bank.nearest) as calls:
+        table = search_in_bank.mine()
+    asked = [(len(each.args[0]), each.args[1]) for each in calls.call_args_list]
+    few = CANDIDATES + SPARE + 1
+    assert asked == [(64, few), (64, few), (64, few), (9, few + 299)]
+    of_many = table.document[200:]
+    assert of_many.max() < 200
+
+
 # The corpus
 
 
@@ -567,6 +587,21 @@ def test_a_document_is_in_the_bank_under_the_least_id_of_its_rows_and_else_under
     assert np.array_equal(corpus.documents_of(corpus.bank_id), np.arange(4))
     assert corpus.documents_of(np.array([7, d])).tolist() == [-1, 3]
     assert len(build_corpus(rows, explicit=False).corpus.document) == 3
+
+
+@pytest.mark.parametrize("shared", [("query_id",), ("document_id",), ("query_id", "document_id")])
+def test_matches_take_memory_in_proportion_to_the_texts_that_share_an_id(shared: Sequence[str]) -> None:
+    sizes = []
+    for number in (100, 200):
+        values = {role: [f"{role[0]}{n}" for n in range(number)] for role in ("query", "document")}
+        ids = {
+            role: [0] * number if role in shared else list(range(number))
+            for role in ("query_id", "document_id")
+        }
+        corpus = build_corpus(held_rows(values | ids), explicit=True).corpus
+        assert corpus.matches_of(5).tolist() == list(range(number))
+        sizes.append(len(corpus.to_bytes()))
+    assert sizes[1] < 2.1 * sizes[0]
 
 
 def test_the_own_text_of_a_query_matches_it_whatever_the_prompts() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raycl.config import RunConfig
-from raycl.data.in_memory import Batch, InMemoryDataset, texts_of
+from raycl.data.in_memory import Batch, InMemoryDataset, pixels_of, texts_of
 from raycl.data.matches import SPARE
 from raycl.losses.example_ids import ExampleIds, IdExchange
 from raycl.losses.objective import StoreBatch, build_objective
@@ -19,6 +19,7 @@ from raycl.models.registry import SideName
 from raycl.models.towers import TwoTowers
 from raycl.training.corpus import (
     Built,
+    Images,
     build_corpus_of_captions,
     build_corpus_of_sentences,
 )
@@ -84,6 +85,27 @@ def test_a_step_embeds_the_mined_texts_of_its_batch_with_gradients(name: str) ->
     assert len(embedded.negatives) == NUM * 10
     embedded.negatives.sum().backward()
     assert any(each.grad is not None and each.grad.abs().sum() > 0 for each in tower.parameters())
+
+
+def test_the_images_of_a_block_are_found_by_id_without_a_copy_of_all_ids() -> None:
+    largest = []
+
+    class Ids(np.ndarray):
+        def __getitem__(self, key: Any) -> Any:
+            found = super().__getitem__(key)
+            largest.append(np.size(found))
+            return found
+
+    rows = held_rows("clip", lists())
+    backwards = rows.where(lambda ids: np.ones(len(ids), np.bool_))
+    backwards._place, backwards.sample_id = rows._place[::-1], rows.sample_id[::-1].view(Ids)
+    images = Images(lambda: backwards, rows.sample_id[3:])
+    images.take(np.array([0]))
+    largest.clear()
+    found = images.take(np.array([5, 0, 5]))
+    assert found.sample_id.tolist() == rows.sample_id[[8, 3, 8]].tolist()
+    np.testing.assert_array_equal(pixels_of(found).images, pixels_of(rows.take(np.array([8, 3, 8]))).images)
+    assert max(largest) == 3
 
 
 def trained(config: RunConfig) -> Any:

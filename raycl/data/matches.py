@@ -100,6 +100,14 @@ class Matches(Generic[Text]):
             explicit.update(dict.fromkeys([document[d]] if is_other else []))
             explicit.update(dict.fromkeys(document[text] for text in others))
 
+    def of_entities(self) -> NDArray[np.int64]:
+        """Return all matches as entities of queries and of documents, [num_matches, 2], ascending.
+
+        There are at most as many as pairs and queries that are documents, however many texts share an id.
+        """
+        pairs = sorted((q, d) for q, matches in self._matches.items() for d in matches)
+        return np.array(pairs, np.int64)
+
     def all(self) -> NDArray[np.int64]:
         """Return all matches as numbers of a query and a document, [num_matches, 2], in order of queries."""
         documents = self.document.by_entity()

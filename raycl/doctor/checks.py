@@ -125,23 +125,28 @@ def check_object_store(nodes: Sequence[Node]) -> CheckResult:
 
 def check_gpus(nodes: Sequence[Node]) -> Iterator[CheckResult]:
     """Compare Ray's count of GPUs on each node with torch's, in a task that asks for the free ones."""
-    with_gpus = [node for node in nodes if node.num_gpus >= 1]
-    if not with_gpus:
+    resources, by_num_free = state.available_resources_per_node(), dict[int, list[Node]]()
+    for node in nodes:
+        if node.num_gpus >= 1:
+            num_free = int(resources.get(node.node_id, {}).get("GPU", 0))
+            by_num_free.setdefault(num_free, []).append(node)
+    if not by_num_free:
         yield passed("GPUs", "none now; runs use the CPU unless a node comes with one")
-    for node in with_gpus:
-        name = f"GPUs of {node.name}"
-        num_free = int(state.available_resources_per_node().get(node.node_id, {}).get("GPU", 0))
-        if not num_free:
-            yield passed(name, f"{node.num_gpus:g}, all in use now, so not checked")
-            continue
-        (answer,) = ask_nodes([node], gpu_memory, num_gpus=num_free)
-        if answer.value is None:
-            yield failed(name, f"Ray counts {node.num_gpus:g}; {answer.problem}", _FIX_GPUS)
-            continue
-        models = ", ".join(f"{model} {format_bytes(memory)}" for model, memory in answer.value)
-        seen = f"Ray counts {num_free} free of {node.num_gpus:g}, torch sees {len(answer.value)}"
-        seen += f" ({models})" if models else ""
-        yield passed_if(len(answer.value) == num_free, name, seen, _FIX_GPUS)
+    for node in by_num_free.pop(0, []):
+        yield passed(f"GPUs of {node.name}", f"{node.num_gpus:g}, all in use now, so not checked")
+    for num_free, some in by_num_free.items():
+        for answer in ask_nodes(some, gpu_memory, num_gpus=num_free):
+            yield _check_gpus_of(answer, num_free)
+
+
+def _check_gpus_of(answer: NodeAnswer[list[tuple[str, float]]], num_free: int) -> CheckResult:
+    name = f"GPUs of {answer.node.name}"
+    if answer.value is None:
+        return failed(name, f"Ray counts {answer.node.num_gpus:g}; {answer.problem}", _FIX_GPUS)
+    models = ", ".join(f"{model} {format_bytes(memory)}" for model, memory in answer.value)
+    seen = f"Ray counts {num_free} free of {answer.node.num_gpus:g}, torch sees {len(answer.value)}"
+    seen += f" ({models})" if models else ""
+    return passed_if(len(answer.value) == num_free, name, seen, _FIX_GPUS)
 
 
 def check_access(nodes: Sequence[Node]) -> CheckResult:

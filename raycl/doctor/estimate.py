@@ -84,12 +84,17 @@ def workers_on(node: Node, config: RunConfig, num_cpus: float) -> int:
     """Return the most workers that Ray may place on a node of a cluster with ``num_cpus``."""
     workers = max(config.workers_of(stage) for stage in config.stages)
     if config.gpu:
-        return min(workers, int(node.num_gpus))
+        return min(workers, int(node.num_gpus)) if has_gpu_of(config, node) else 0
     if config.cpus_per_worker is not None:
         return min(workers, int(node.num_cpus / config.cpus_per_worker))
     if num_cpus >= workers:
         return min(workers, int(node.num_cpus))
     return workers if node.num_cpus else 0  # each takes a fraction of a CPU
+
+
+def has_gpu_of(config: RunConfig, node: Node) -> bool:
+    """Return whether a node has the type of GPU that the run requires, if any."""
+    return config.accelerator is None or config.accelerator in node.accelerators
 
 
 def available_memory(answer: NodeAnswer[NodeInfo]) -> float:

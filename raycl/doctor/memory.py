@@ -21,6 +21,7 @@ from raycl.doctor.estimate import (
     MemoryEstimate,
     available_memory,
     drawing_bytes,
+    has_gpu_of,
     smallest_gpu,
     workers_on,
 )
@@ -30,12 +31,11 @@ from raycl.doctor.result import CheckResult, failed, passed, passed_if
 from raycl.errors import RayclError, last_line
 from raycl.negatives.placement import nodes_for_a_bank
 from raycl.negatives.spec import BankSpec
-from raycl.ray_runtime import object_store_bytes
 from raycl.storage import Place
-from raycl.training.data_module import known_tokenizer
+from raycl.training.data_module import known_tokenizer, must_stream
 from raycl.training.driver import check_cluster
 from raycl.training.mining import document_bank_spec
-from raycl.training.preflight import check_guide
+from raycl.training.preflight import check_guide, check_streamed
 from raycl.training.stores import bank_spec
 
 OPTIMIZER_STATES = {"adamw": 2, "sgd": 1, "lars": 1, "muon": 2}  # numbers per weight, at most
@@ -72,7 +72,8 @@ def check_memory(
         return 0.0
     yield _check_worker(config, estimate, answers)
     if config.gpu:
-        yield _check_gpu(config, estimate, [answer.node for answer in answers])
+        nodes = [answer.node for answer in answers if has_gpu_of(config, answer.node)]
+        yield _check_gpu(config, estimate, nodes)
     yield from check_pools(config, profiles, estimate, answers)
     if data is not None:
         yield check_decoded_data(config, data, answers)
@@ -112,6 +113,10 @@ def check_decoded_data(config: RunConfig, data: DataSummary, answers: Answers) -
     name = "decoded data"
     rows = f"{data.source.num_rows:,} decoded rows take {format_bytes(data.decoded_bytes)}"
     if is_streamed(config, data):
+        try:
+            check_streamed(config)
+        except RayclError as error:
+            return failed(name, f"{rows}; they are streamed: {error}")
         return passed(name, f"{rows}; they are streamed: each epoch reads them again")
     total = sum(answer.node.object_store for answer in answers)
     seen = f"{rows}, held in object stores of {format_bytes(total)}"
@@ -140,9 +145,7 @@ def _check_guide_table(config: RunConfig, data: DataSummary | None, answers: Ans
 
 def is_streamed(config: RunConfig, data: DataSummary | None) -> bool:
     """Return whether a run would read the rows again in each epoch; without data, if the recipe says so."""
-    if config.data.cache != "auto" or data is None:
-        return config.data.cache == "stream"
-    return data.decoded_bytes > object_store_bytes() / 2
+    return config.data.cache == "stream" if data is None else must_stream(config, data.source.num_rows)
 
 
 def _check_bank(

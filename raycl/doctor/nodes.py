@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycl.chain import code_hash
 from raycl.errors import last_line
+from raycl.gpus import accelerators
 
 TIMEOUT_S = 60.0  # Ray may need ten seconds to start a process on a busy node
 PACKAGES = ("ray", "torch", "pyarrow", "raycl")
@@ -30,7 +31,7 @@ Value = TypeVar("Value")
 @final
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A node as Ray counts it; the object store's size is in bytes."""
+    """A node as Ray counts it, with Ray's types of its GPUs; the object store's size is in bytes."""
 
     node_id: str
     name: str
@@ -38,6 +39,7 @@ class Node:
     num_cpus: float
     num_gpus: float
     object_store: float
+    accelerators: Sequence[str] = ()
 
 
 @final
@@ -74,6 +76,7 @@ def alive_nodes() -> tuple[Node, ...]:
             num_cpus=resources.get("CPU", 0.0),
             num_gpus=resources.get("GPU", 0.0),
             object_store=resources.get("object_store_memory", 0.0),
+            accelerators=accelerators(resources),
         )
         nodes.append(node)
     return tuple(sorted(nodes, key=lambda node: (not node.is_head, node.name)))

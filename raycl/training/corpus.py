@@ -42,15 +42,12 @@ class Images:
 
     def take(self, numbers: NDArray[np.int64]) -> Batch:
         """Return the images with these numbers."""
-        rows, order = self._rows
-        ids = rows.sample_id[order]
-        return rows.take(order[np.searchsorted(ids, self.sample_id[numbers])])
+        return self._rows.take(np.searchsorted(self._rows.sample_id, self.sample_id[numbers]))
 
     @cached_property
-    def _rows(self) -> tuple[InMemoryDataset, NDArray[np.intp]]:
-        """The rows without their other contents, and their positions in the order of ids."""
-        rows = self.load().only("image")
-        return rows, np.argsort(rows.sample_id, kind="stable")
+    def _rows(self) -> InMemoryDataset:
+        """The rows without their other contents, in the order of ids."""
+        return self.load().only("image").where(lambda ids: np.ones(len(ids), np.bool_))
 
 
 @final
@@ -70,9 +67,11 @@ class Corpus:
         pair: the numbers of each row's pairs, one for each of its texts: those of row i are
             ``pair[first_pair[i] : first_pair[i + 1]]``.
         first_pair: int64 [num_rows + 1].
-        matches: the documents that match each query, ascending: those of query q are
-            ``matches[first_match[q] : first_match[q + 1]]``.
-        first_match: int64 [num_queries + 1].
+        query_entity: the entity of each query, texts with an id in common, from 0, int64 [num_queries].
+        document_entity: the same of each document, int64 [num_documents].
+        matches: the entities of documents that match each entity of queries: those of entity e are
+            ``matches[first_match[e] : first_match[e + 1]]``.
+        first_match: int64 [num_entities + 1].
     """
 
     query: Tokens | Images
@@ -83,6 +82,8 @@ class Corpus:
     sample_id: NDArray[np.int64]
     pair: NDArray[np.int64]
     first_pair: NDArray[np.int64]
+    query_entity: NDArray[np.int64]
+    document_entity: NDArray[np.int64]
     matches: NDArray[np.int64]
     first_match: NDArray[np.int64]
 
@@ -100,7 +101,10 @@ class Corpus:
 
     def matches_of(self, query: int) -> NDArray[np.int64]:
         """Return the documents that match a query, ascending."""
-        return self.matches[self.first_match[query] : self.first_match[query + 1]]
+        entity, (order, first) = self.query_entity[query], self._documents_by_entity
+        matches = self.matches[self.first_match[entity] : self.first_match[entity + 1]]
+        found = [order[first[each] : first[each + 1]] for each in matches]
+        return found[0] if len(found) == 1 else np.sort(np.concatenate(found))
 
     def documents_of(self, bank_id: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the numbers of the documents with these ids in the bank, int64 [n]; -1 for unknown ids."""
@@ -115,7 +119,8 @@ class Corpus:
     @cached_property
     def key(self) -> int:
         """A number that is equal for corpora with the same numbers of documents, pairs and rows, and the same matches."""
-        numbers = (self.bank_id, self.positive, self.sample_id, self.pair, self.first_match, self.matches)
+        numbers = (self.bank_id, self.positive, self.sample_id, self.pair)
+        numbers += (self.query_entity, self.document_entity, self.first_match, self.matches)
         return content_id(b"".join(each.tobytes() for each in numbers))
 
     def to_bytes(self) -> bytes:
@@ -135,6 +140,12 @@ class Corpus:
         query = document.take(np.empty(0, np.int64))
         arrays.setdefault("document_id", None)
         return cls(query=query, document=document, **arrays)
+
+    @cached_property
+    def _documents_by_entity(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The documents in the order of entities, and the place of the first one of each, [num_entities + 1]."""
+        counts = np.bincount(self.document_entity)
+        return np.argsort(self.document_entity, kind="stable"), np.cumsum([0, *counts])
 
     @cached_property
     def _by_id(self) -> NDArray[np.int64]:
@@ -295,9 +306,7 @@ def _built(
     ids, place = np.unique(sample_id, return_index=True)
     begin = np.cumsum(counts) - counts
     of_rows = [pair[begin[each] : begin[each] + counts[each]] for each in place.tolist()]
-    all_matches = matches.all()
-    by_query = np.lexsort((all_matches[:, 1], all_matches[:, 0]))
-    queries = np.bincount(all_matches[:, 0], minlength=len(number))
+    query_entity, matching = np.array(matches.query.entity, np.int64), matches.of_entities()
     corpus = Corpus(
         query=query,
         document=document,
@@ -307,8 +316,10 @@ def _built(
         sample_id=ids,
         pair=np.concatenate(of_rows),
         first_pair=np.cumsum([0, *counts[place]]),
-        matches=all_matches[by_query, 1],
-        first_match=np.cumsum([0, *queries]),
+        query_entity=query_entity,
+        document_entity=np.array(matches.document.entity, np.int64),
+        matches=matching[:, 1],
+        first_match=np.cumsum([0, *np.bincount(matching[:, 0])]),
     )
     return Built(corpus, matches)
 

@@ -48,7 +48,7 @@ class DataModule:
         self.columns, self.classes = self._first.columns, self._first.classes
         check_has_labels(config, self._first.has_labels)
         self.num_rows = sum(each.num_rows for each in self.data_sets)
-        self.streamed = self._must_stream()
+        self.streamed = must_stream(config, self.num_rows)
         if self.streamed and not is_one:
             raise ConfigError(
                 f"the {len(data)} data sets are larger than half of a node's object store, and only one data set "
@@ -185,16 +185,6 @@ class DataModule:
             prefix=data_set.prefix,
         )
 
-    def _must_stream(self) -> bool:
-        """Whether the decoded rows are too many for half of a node's object store."""
-        data, text = self._config.data, self._config.text
-        if data.cache != "auto":
-            return data.cache == "stream"
-        image = data.channels * data.resolved_decode_size**2 if data.kind in ("image", "image_text") else 0
-        num_tokens = {"image": 0, "pairs": text.max_length + text.longest}.get(data.kind, text.max_length)
-        bytes_per_row = image + 4 * num_tokens  # texts have at most their maximum length
-        return self.num_rows * bytes_per_row > object_store_bytes() / 2
-
     def _hold_out(self) -> Holdout:
         # A stream holds out rows of a few fragments only; with all rows in memory, any row may be held out.
         in_fragments = self._first.source is not None and self.streamed
@@ -208,6 +198,18 @@ class DataModule:
 
     def _num_evaluation_rows(self) -> int:
         return sum(fragment.num_rows for fragment in self._evaluated)
+
+
+def must_stream(config: RunConfig, num_rows: int) -> bool:
+    """Return whether a run reads its rows again in each epoch: if they could fill half of a node's object store."""
+    data, text = config.data, config.text
+    if data.cache != "auto":
+        return data.cache == "stream"
+    image = data.channels * data.resolved_decode_size**2 if data.kind in ("image", "image_text") else 0
+    num_tokens = {"image": 0, "pairs": text.max_length + text.longest}.get(data.kind, text.max_length)
+    return (
+        num_rows * (image + 4 * num_tokens) > object_store_bytes() / 2
+    )  # texts have at most their maximum length
 
 
 def _check_columns(data_sets: Sequence[DataSet]) -> None:

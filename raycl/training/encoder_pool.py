@@ -25,6 +25,7 @@ from raycl.ray_runtime import without_stderr
 # An encoder without an answer counts as lost after this time, or a multiple of the longest answer so far; Ray
 # notices dead nodes earlier.
 ANSWER_S, _MAX_ANSWER_S, _ANSWER_MARGIN = 300.0, 900.0, 4.0  # two tries end before a collective does
+_MAX_REQUESTS = 100_000  # that wait for encoders
 _NUM_TRIES = 2  # encoders that a request is sent to
 # Fractions of the time that callers wait: the pool grows above, may shrink below.
 _WAITING, _IDLE = 0.05, 0.01
@@ -169,6 +170,7 @@ class PoolActor:
     async def begin(self, attempt: str) -> None:
         """Begin a new attempt of the run, without weights."""
         self._attempt, self._published = attempt, None
+        await self._notify()
 
     async def publish(self, attempt: str, step: int, sent: Sequence[Any]) -> None:
         """Use these weights, unless another attempt has begun; ``sent`` refers to them and to ``build``."""
@@ -225,7 +227,8 @@ class PoolActor:
     async def _give_back(self, encoder: Any) -> None:
         if encoder in self._ready:
             self._idle.append(encoder)
-            await self._notify()
+            async with self._changed:
+                self._changed.notify()  # one of thousands that may wait
 
     async def _notify(self) -> None:
         async with self._changed:
@@ -410,6 +413,8 @@ def start_pool(
     # On the driver's node, as the coordinator.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     own: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": here}
+    # A worker sends several requests ahead: beyond 1,000 waiting ones, Ray would keep weights and releases waiting too.
+    own["max_concurrency"] = _MAX_REQUESTS
     launcher = ActorLauncher(options)
     # Ray's core prints that arguments with references must live: they do, as long as this driver.
     with without_stderr():

@@ -44,6 +44,7 @@ Numbers = NDArray[np.int64]
 TEXTS_TOGETHER = 256  # that a tower embeds
 # Rows that an encoder embeds in one request, with the same weights. It must answer in time, on a single CPU too.
 _BLOCK, _BLOCK_TOKENS = 1_024, 32_768
+_QUERIES_TOGETHER = 64  # that are searched, as in a call to a shard of the bank
 _RETRY_S, _MAX_RETRY_S = 0.5, 30.0  # after a failure; longer after each of several without an encoder
 
 
@@ -132,6 +133,7 @@ class Search:
         self._settings, self._bank, self._encode = settings, bank, encode
         self._bank_id = np.sort(bank_id)
         self._row_step = np.full(len(bank_id), -1)  # of each slot
+        self._num_near = settings.candidates + SPARE  # documents of each query
         self._incarnations = [""] * bank.spec.num_shards
 
     def use(self, corpus: Corpus, matches: Matches[int]) -> None:
@@ -176,11 +178,9 @@ class Search:
         """Yield each pair of these queries, its hard negatives, and the steps of their rows."""
         corpus, settings = self._corpus, self._settings
         matched = [corpus.matches_of(query) for query in queries]
-        # Matches are dropped from the answers: ask for as many more.
-        k = min(settings.candidates + SPARE + max(map(len, matched)), len(self._bank_id))
         similarity = self._similarity_of_pairs(queries, rows)
-        for query, known, found in zip(queries, matched, self._bank.nearest(rows, k), strict=True):
-            near, step = self._without(known, found, settings.candidates + SPARE)
+        for place, found in self._nearest(rows, np.array([len(each) for each in matched])):
+            query, near, step = queries[place], *self._without(matched[place], found)
             for pair in self._pairs_of_query[query]:
                 mined = self._matches.hard_negatives(
                     pair,
@@ -191,15 +191,26 @@ class Search:
                 ).mined
                 yield pair, mined, [step[place] for place in mined]
 
+    def _nearest(
+        self, rows: NDArray[np.float32], num_matches: NDArray[np.int64]
+    ) -> Iterator[tuple[int, Neighbors]]:
+        """Yield the place of each query and its nearest documents, enough of them without its matches."""
+        # A call answers all queries with as many documents: queries of many matches are searched among themselves.
+        order = np.argsort(num_matches, kind="stable")
+        for start in range(0, len(order), _QUERIES_TOGETHER):
+            places = order[start : start + _QUERIES_TOGETHER]
+            k = min(self._num_near + int(num_matches[places].max()), len(self._bank_id))
+            yield from zip(places, self._bank.nearest(rows[places], k), strict=True)
+
     def _without(
-        self, known: NDArray[np.int64], found: Neighbors, k: int
+        self, known: NDArray[np.int64], found: Neighbors
     ) -> tuple[list[tuple[int, float]], dict[int, int]]:
-        """Return up to k documents that are not known matches, with similarities, and the step of each.
+        """Return the nearest documents that are not known matches, with similarities, and the step of each.
 
         The bank may hold rows of a stream that a miner before this one got: they have no number.
         """
         documents = self._corpus.documents_of(found.sample_id)
-        kept = np.flatnonzero((documents >= 0) & ~np.isin(documents, known))[:k]
+        kept = np.flatnonzero((documents >= 0) & ~np.isin(documents, known))[: self._num_near]
         numbers = documents[kept].tolist()
         near = list(zip(numbers, found.similarity[kept].tolist(), strict=True))
         return near, dict(zip(numbers, found.step[kept].tolist(), strict=True))

@@ -65,7 +65,7 @@ def nodes_for(pool: PoolConfig) -> list[dict[str, Any]]:
 
 
 def check_pools(config: RunConfig, *, workers: int) -> None:
-    """Raise ``ConfigError`` if the fewest encoders have too few CPUs or GPUs beside the workers, or no node has their label."""
+    """Raise ``ConfigError`` if the fewest encoders have too few CPUs or GPUs beside the workers, or on nodes with their label."""
     have = ray.cluster_resources()
     num_cpus, num_gpus = have.get("CPU", 0.0), max(0.0, have.get("GPU", 0.0) - workers * config.gpu)
     for name, pool in pools_of(config).items():
@@ -87,3 +87,19 @@ def check_pools(config: RunConfig, *, workers: int) -> None:
                 f"{name} needs {need:g} GPUs for {least} actors, and the workers leave {num_gpus:g}; lower "
                 f"{name}.gpus_per_actor, or set autoscaling=true if the cluster will grow"
             )
+        if (room := _room_for(pool)) < least:
+            labeled = f" with the label {pool.node_label}" if pool.node_label else ""
+            raise ConfigError(
+                f"{name} has {least} actors of {pool.cpus_per_actor:g} CPUs and {pool.gpus_per_actor:g} GPUs, and the "
+                f"nodes{labeled} have room for {room}; lower {name}.cpus_per_actor or gpus_per_actor, or set "
+                f"{name}.min_actors={room}"
+            )
+
+
+def _room_for(pool: PoolConfig) -> int:
+    """Return how many actors of a pool all nodes with its label have room for, each on one node."""
+    needs = {"CPU": pool.cpus_per_actor, "GPU": pool.gpus_per_actor}
+    return sum(
+        min(int(node["Resources"].get(name, 0.0) / need + 1e-6) for name, need in needs.items() if need)
+        for node in nodes_for(pool)
+    )

@@ -39,6 +39,16 @@ def test_a_pool_loads_new_weights_replaces_a_killed_encoder_and_ends_with_its_co
     wait_until(lambda: not processes(("ray::EncoderActor", "ray::PoolActor")))
 
 
+def test_a_pool_is_released_while_thousands_of_requests_wait_for_its_encoder() -> None:
+    with start_pool(Scaling, least=1, most=1, resources={"CPU": 0.1}) as pool:
+        attempt = pool.begin()
+        ray.get(pool.publish({"weight": np.array([3.0])}, step=4, attempt=attempt))
+        wait_until(lambda: ray.get(pool.actor.num_encoders.remote()) == 1)
+        requests = [pool.encode(np.ones((1, 1)), seconds=100.0) for _ in range(1_500)]
+        ray.get(pool.actor.release.remote(), timeout=30.0)
+        assert all(each.encoded is None for each in requests)
+
+
 def test_a_group_of_workers_starts_on_the_cpus_of_a_pool_that_holds_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
