@@ -206,10 +206,9 @@ def must_stream(config: RunConfig, num_rows: int) -> bool:
     if data.cache != "auto":
         return data.cache == "stream"
     image = data.channels * data.resolved_decode_size**2 if data.kind in ("image", "image_text") else 0
+    # Texts have at most their maximum length.
     num_tokens = {"image": 0, "pairs": text.max_length + text.longest}.get(data.kind, text.max_length)
-    return (
-        num_rows * (image + 4 * num_tokens) > object_store_bytes() / 2
-    )  # texts have at most their maximum length
+    return num_rows * (image + 4 * num_tokens) > object_store_bytes() / 2
 
 
 def _check_columns(data_sets: Sequence[DataSet]) -> None:
