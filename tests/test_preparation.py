@@ -4,15 +4,20 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from raycl.data.columns import ColumnNames
+from raycl.data.images import ImageFormat
+from raycl.data.in_memory import pixels_of
 from raycl.data.sources import find_source
 from raycl.errors import ConfigError, DataError, RayclError
+from raycl.inference.reading import read_images
 from raycl.preparation import _image_tables, gather_texts, make_tokenizer
 from raycl.training.data_set import read_vocabulary
+from tests.images import encode
 from tests.table_files import write_rows
 from tests.texts import invented_texts
 
@@ -174,10 +179,28 @@ def test_a_tokenizer_reads_texts_beside_labels_of_any_type(
     assert found.num_tokens > 100
 
 
-def test_packing_says_that_it_ignores_a_label(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_packing_says_that_it_ignores_a_label(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("raycl.preparation._write", lambda *_, **__: None)
     data = write_rows(tmp_path / "rows.jsonl", [{"text": "a", "label": 0.5}])
     prepare = runpy.run_path(str(ROOT / "jobs" / "prepare.py"))
-    prepare["rows"](str(data), str(tmp_path / "rows.parquet"), columns="text")
+    prepare["rows"](str(data), str(tmp_path / "rows"), columns="text")
     assert capsys.readouterr().out.splitlines()[1:] == [
         f"ignored the column 'label' of {data}: it holds double, not integers or text"
     ]
+
+
+def test_a_folder_packed_into_parquet_has_the_same_rows(tmp_path: Path) -> None:
+    for index in range(12):
+        path = tmp_path / "images" / f"class{index % 3}" / f"{index:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encode(np.full((20, 20, 3), index * 20, np.uint8)))
+    source, image_format = find_source(str(tmp_path / "images")), ImageFormat(size=16)
+    pq.write_table(pa.concat_tables(_image_tables(source, source.fragments[0])), tmp_path / "packed.parquet")
+    before, after = (read_images(str(tmp_path / name), image_format) for name in ("images", "packed.parquet"))
+    assert after.sample_id.tolist() == before.sample_id.tolist() == list(range(12))
+    assert after.label.tolist() == before.label.tolist()
+    assert {*before.label.tolist()} == {0, 1, 2}
+    rows = np.arange(12)
+    assert np.array_equal(pixels_of(after.take(rows)).images, pixels_of(before.take(rows)).images)

@@ -31,8 +31,7 @@ from raycl.data.sources import find_source
 from raycl.data.streaming import StreamingSampler, stream_source
 from raycl.data.texts import TextFormat
 from raycl.errors import DataError, StorageError
-from raycl.inference.reading import read_images
-from raycl.preparation import pack_images, pack_rows
+from raycl.preparation import pack_rows
 from raycl.ray_runtime import connect_cluster
 from raycl.recipes import recipe
 from raycl.step_replay.record import read_record
@@ -212,23 +211,6 @@ def test_a_dataset_has_the_same_rows_as_its_files(tmp_path: Path, coordinator: A
         DataModule(config, coordinator, [ray.data.from_items([{"image": b"", "label": 0.5}])])
 
 
-def test_a_folder_packed_into_parquet_has_the_same_rows(tmp_path: Path) -> None:
-    for index in range(12):
-        path = tmp_path / "images" / f"class{index % 3}" / f"{index:02}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(encode(np.full((20, 20, 3), index * 20, np.uint8)))
-    packed = tmp_path / "packed"
-    assert pack_images(str(tmp_path / "images"), str(packed), rows_per_file=5).num_rows == 12
-    assert pq.read_table(packed).num_rows == 12
-    before, after = (read_images(str(uri), FORMAT) for uri in (tmp_path / "images", packed))
-    order = np.argsort(after.sample_id)
-    assert after.sample_id[order].tolist() == sorted(before.sample_id.tolist())
-    by_id = dict(zip(before.sample_id.tolist(), before.label.tolist(), strict=True))
-    assert [by_id[row_id] for row_id in after.sample_id.tolist()] == after.label.tolist()
-    with pytest.raises(StorageError, match="exists already"):
-        pack_images(str(tmp_path / "images"), str(packed), rows_per_file=5)
-
-
 def test_packed_rows_keep_their_ids_in_several_files(tmp_path: Path) -> None:
     texts = [f"sentence {number}" for number in range(40)]
     for name, part in (("a", texts[:25]), ("b", texts[25:])):
@@ -246,6 +228,8 @@ def test_packed_rows_keep_their_ids_in_several_files(tmp_path: Path) -> None:
         for number, text in zip(each.sample_id, each.values["text"], strict=True)
     }
     assert by_id == {number: text.encode() for number, text in enumerate(texts)}
+    with pytest.raises(StorageError, match="exists already"):
+        pack_rows(str(tmp_path / "texts"), str(tmp_path / "packed"), columns=columns)
 
 
 @pytest.fixture(scope="module")
