@@ -283,6 +283,23 @@ def test_the_pool_does_not_grow_while_a_request_finds_an_idle_encoder() -> None:
     run(check())
 
 
+@pytest.mark.parametrize(("waited_s", "num_encoders"), [([0.01] * 100, 1), ([0.0] * 99 + [1.0], 2)])
+def test_the_pool_grows_for_the_worker_that_waits_most(
+    waited_s: list[float], num_encoders: int, clock: "Clock"
+) -> None:
+    async def check() -> None:
+        launcher = FakeLauncher()
+        pool = await pool_of(launcher, 1, 3)
+        clock.now += 5.0
+        for caller, each in enumerate(waited_s):
+            await pool.encode([10], {}, each, caller)
+        clock.now += 6.0
+        await requests_of(pool, 0.0, 2)
+        assert pool._target == num_encoders
+
+    run(check())
+
+
 class Clock:
     """A time that the test sets."""
 

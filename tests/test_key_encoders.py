@@ -45,7 +45,7 @@ class Pool:
         self.weights = {name: each.copy() for name, each in weights.items()}
         self.published.append(step)
 
-    def encode(self, rows: Any, *, waited_s: float, **how: Any) -> Any:
+    def encode(self, rows: Any, *, waited_s: float, caller: int, **how: Any) -> Any:
         number = len(self.requests)
         self.requests.append(rows)
         if self.encoder is None:

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -133,7 +133,7 @@ class PoolActor:
     """Send each request to an idle encoder; start and stop encoders, ``least`` to ``most``.
 
     Encoders exist only while there are weights. Their number is reconsidered every ``interval_s`` seconds: one more
-    if callers waited for their rows and all encoders are ready and busy, one fewer if the others could do the work:
+    if a caller waited for its rows and all encoders are ready and busy, one fewer if the others could do the work:
     one that still starts, or an idle one. A lost encoder is replaced.
     """
 
@@ -184,13 +184,15 @@ class PoolActor:
         """Return the number of encoders that are ready."""
         return len(self._ready)
 
-    async def encode(self, rows: list[Any], how: Mapping[str, Any], waited_s: float = 0.0) -> Encoded | None:
+    async def encode(
+        self, rows: list[Any], how: Mapping[str, Any], waited_s: float = 0.0, caller: int = 0
+    ) -> Encoded | None:
         """Return the embeddings of rows, a list of one reference, or None if no encoder is there.
 
-        ``waited_s`` are the seconds that the caller waited for earlier requests.
+        ``waited_s`` are the seconds that this caller, a worker, waited for earlier requests.
         """
         # Only the part since the number of encoders was reconsidered.
-        self._waited_s += min(waited_s, time.monotonic() - self._since)
+        self._waited_s[caller] += min(waited_s, time.monotonic() - self._since)
         self._resize()
         for _ in range(_NUM_TRIES):
             encoder = await self._idle_encoder()
@@ -251,7 +253,8 @@ class PoolActor:
 
     def _reconsider(self, elapsed: float) -> None:
         """Choose the number of encoders for the demand of these seconds."""
-        waited, busy = self._waited_s / elapsed, self._busy_s / elapsed
+        # The worker that waits most holds up all others.
+        waited, busy = max(self._waited_s.values(), default=0.0) / elapsed, self._busy_s / elapsed
         if waited > _WAITING:
             if not self._idle and len(self._ready) >= self._target:
                 self._target = min(self._most, self._target + 1)
@@ -262,7 +265,8 @@ class PoolActor:
         self._reset_window()
 
     def _reset_window(self) -> None:
-        self._since, self._waited_s, self._busy_s, self._num_missed = time.monotonic(), 0.0, 0.0, 0
+        self._since, self._busy_s, self._num_missed = time.monotonic(), 0.0, 0
+        self._waited_s = defaultdict[int, float](float)
 
     @property
     def _limit_s(self) -> float:
@@ -382,10 +386,10 @@ class EncoderPool:
         """Send weights as they are before this step; return a reference to the pool's answer."""
         return self.actor.publish.remote(attempt, step, [ray.put(weights), self.build])
 
-    def encode(self, rows: Any, *, waited_s: float = 0.0, **how: Any) -> Request:
+    def encode(self, rows: Any, *, waited_s: float = 0.0, caller: int = 0, **how: Any) -> Request:
         """Send rows, with arguments of ``RowEncoder.encode``, without waiting for their embeddings."""
         sent = ray.put(rows)
-        return Request(sent, self.actor.encode.remote([sent], how, waited_s), self.actor)
+        return Request(sent, self.actor.encode.remote([sent], how, waited_s, caller), self.actor)
 
 
 @contextlib.contextmanager

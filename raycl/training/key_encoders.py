@@ -236,7 +236,7 @@ class KeyClient:
             rows = together if len(window) == 1 else rows_of(together, slice(begin, begin + size))
             seed = int(rng.integers(2**63))
             how = {"views": self._views, "seed": seed, **vars(settings)}
-            requests.append(self._pool.encode(rows, waited_s=self._waited_s, **how))
+            requests.append(self._pool.encode(rows, waited_s=self._waited_s, caller=rank(), **how))
             self._waited_s = 0.0
         place = order.argsort()  # of each row of the window among the requests
         for number, batch in enumerate(window):
