@@ -30,7 +30,7 @@ def of_words(config: RunConfig) -> RunConfig:
     random stays below TF-IDF (STS in ``docs/results.md``).
     """
     (stage,) = config.stages
-    stage = stage.model_copy(update={"epochs": 10, "learning_rate": 2e-2})
+    stage = stage.model_copy(update={"epochs": 10, "learning_rate": 2e-2, "temperature": 0.03})
     return config.model_copy(
         update={"encoder": _WIDE_BAG, "projection_head": _NO_WIDE_HEAD, "stages": (stage,)}
     )
