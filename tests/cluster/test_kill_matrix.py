@@ -374,7 +374,9 @@ def assert_ended_like(uninterrupted: UninterruptedRun, output: Place, *, exactly
     assert losses == expected_losses
     theirs = weights_of(uninterrupted.output)
     for name, value in weights_of(output).items():
-        assert torch.equal(value, theirs[name]), name
+        # Workers take the mean of their running statistics at each checkpoint, which rounds them; training never reads them.
+        tolerance = 1e-6 if "running_" in name else 0.0
+        torch.testing.assert_close(value, theirs[name], rtol=tolerance, atol=tolerance, msg=name)
 
 
 def losses_of(output: Place) -> list[tuple[int, float]]:
