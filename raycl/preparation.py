@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from raycl.arguments import check_type
 from raycl.config.overrides import override
 from raycl.data.click_logs import group_source, grouped_columns
 from raycl.data.columns import ColumnNames, UnlabeledColumnNames, check_labels
@@ -24,7 +25,7 @@ from raycl.data.sources import (
     find_source,
     plain_values,
 )
-from raycl.errors import DataError
+from raycl.errors import ConfigError, DataError
 from raycl.lease import writing_new
 from raycl.ray_runtime import connect_cluster, unwrap_ray_errors
 from raycl.recipes import recipe
@@ -42,8 +43,9 @@ def pack_images(
     Many small files read slowly, above all from S3. Columns: ``image``, ``label`` (the name of the
     class folder), ``sample_id``, ``path``. Invalid images are copied too, and an
     unreadable file becomes a missing image; training counts them. Raises ``StorageError`` if the output exists,
-    ``DataError`` for a folder of splits.
+    ``DataError`` for a folder of splits, ``ConfigError`` for less than a row per file.
     """
+    _check_rows_per_file(rows_per_file)
     check_output_is_outside(output, [data])
     with writing_new(output) as place:
         source = find_source(data)
@@ -65,8 +67,9 @@ def pack_rows(
 
     Without a column of ids, these are the numbers of the rows, in the column ``sample_id``. Texts become bytes, since
     some may not be UTF-8; training counts those. Raises ``DataError`` for other or broken files, ``StorageError`` if
-    the output exists.
+    the output exists, ``ConfigError`` for less than a row per file.
     """
+    _check_rows_per_file(rows_per_file)
     check_output_is_outside(output, [data])
     with writing_new(output) as place:
         source = find_source(data, columns)
@@ -74,6 +77,12 @@ def pack_rows(
             raise DataError(f"{data} holds no tars, CSV or JSONL files; give some, or train on it as it is")
         _write(source, _row_tables, place, rows_per_file=rows_per_file, address=address, debug=debug)
         return source
+
+
+def _check_rows_per_file(rows_per_file: int) -> None:
+    check_type("rows_per_file", rows_per_file, int)
+    if rows_per_file < 1:
+        raise ConfigError(f"rows_per_file must be at least 1, came {rows_per_file}; 10,000 is the default")
 
 
 def _write(

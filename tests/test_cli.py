@@ -334,8 +334,8 @@ def test_sentences_get_a_bag_of_subwords_without_a_gpu_unless_an_encoder_is_set(
     )
     kept = {"encoder": papers.encoder, "projection_head": papers.projection_head, "stages": papers.stages}
     assert plan.config.model_copy(update=kept) == papers
-    words = {name: getattr(papers.stages[0], name) for name in ("epochs", "learning_rate", "temperature")}
-    assert plan.config.stages[0].model_copy(update=words) == papers.stages[0]
+    words = {"epochs": 10, "learning_rate": 0.02, "temperature": 0.03}
+    assert plan.config.stages == (papers.stages[0].model_copy(update=words),)
     assert planned("stages.0.learning_rate=0.01").config.stages[0].learning_rate == 0.01
     assert planned("encoder.name=transformer") == RunPlan(papers)
     assert planned("encoder.kwargs.num_layers=2") == RunPlan(

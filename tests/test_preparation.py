@@ -1,6 +1,7 @@
 """Data sets prepared once: texts gathered into rows, and invalid commands of jobs/prepare.py."""
 
 import runpy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from raycl.data.in_memory import pixels_of
 from raycl.data.sources import find_source
 from raycl.errors import ConfigError, DataError, RayclError
 from raycl.inference.reading import read_images
-from raycl.preparation import _image_tables, gather_texts, make_tokenizer
+from raycl.preparation import _image_tables, gather_texts, make_tokenizer, pack_images, pack_rows
 from raycl.training.data_set import read_vocabulary
 from tests.images import encode
 from tests.table_files import write_rows
@@ -204,3 +205,12 @@ def test_a_folder_packed_into_parquet_has_the_same_rows(tmp_path: Path) -> None:
     assert {*before.label.tolist()} == {0, 1, 2}
     rows = np.arange(12)
     assert np.array_equal(pixels_of(after.take(rows)).images, pixels_of(before.take(rows)).images)
+
+
+@pytest.mark.parametrize(
+    "pack", [pack_images, partial(pack_rows, columns=ColumnNames(image=None, text="text"))]
+)
+def test_files_without_rows_are_refused_before_reading(pack: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="rows_per_file must be at least 1, came 0"):
+        pack(str(tmp_path / "nothing"), str(tmp_path / "out"), rows_per_file=0)
+    assert not (tmp_path / "out").exists()

@@ -132,15 +132,15 @@ def _precision_on_cpu(resumed: str | None) -> str:
 def _departures(config: RunConfig, papers: RunConfig, *, gray: bool, is_set: bool) -> tuple[str, ...]:
     """Return a line for each departure of a recipe from the paper that the user has not set."""
     size, notes = config.data.image_size, []
-    if config.encoder != papers.encoder and not is_set and config.data.kind == "text":
-        notes.append(
-            f"without a GPU, sentences train a {config.encoder.name}; the paper's settings are --set encoder.name={papers.encoder.name}"
+    if config.encoder != papers.encoder and not is_set:
+        trained = (
+            f"sentences train a {config.encoder.name}"
+            if config.data.kind == "text"
+            else f"images of {size} pixels train a small {config.encoder.name} in {config.tower_precision} with "
+            f"{config.optimizer.name}"
         )
-    elif config.encoder != papers.encoder and not is_set:
         notes.append(
-            f"without a GPU, images of {size} pixels train a small {config.encoder.name} in "
-            f"{config.tower_precision} with {config.optimizer.name}; the paper's settings are "
-            f"--set encoder.name={papers.encoder.name}"
+            f"without a GPU, {trained}; the paper's settings are --set encoder.name={papers.encoder.name}"
         )
     if gray and config.augment.rotation > papers.augment.rotation and not config.augment.flip:
         notes.append(

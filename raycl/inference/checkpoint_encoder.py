@@ -104,7 +104,7 @@ def read_checkpoint_encoders(
     Arguments and errors as in ``load_encoder``.
     """
     opened = _open(run, trusted, own_encoder=network is not None)
-    if not (Place(absolute(run)) / STATE).exists():
+    if opened.output == Place(absolute(run)):  # no checkpoint is named
         step = opened.name.removeprefix("step-").partition("-")[0].lstrip("0") or "0"
         print(f"{run} has not finished: using its checkpoint after step {step}", file=sys.stderr)
     towers = opened.towers(network)

@@ -109,7 +109,10 @@ class MemoryBank:
         return self._take(self._samples.positions_of(sample_id))
 
     def find(self, sample_id: np.ndarray) -> Negatives:
-        """Return copies of the rows of those samples that are here, in the order of slots."""
+        """Return copies of the rows of those samples that are here, in the order of slots.
+
+        ``sample_id`` are int64 [n]; unknown ids are skipped. Raises ``ConfigError`` for other types.
+        """
         return self._take(self._samples.find(sample_id))
 
     def update(self, sample_id: np.ndarray, rows: np.ndarray, step: int) -> None:
