@@ -30,10 +30,11 @@ from ray import exceptions
 from ray._private import ray_constants, services, utils, worker
 from ray._private.authentication import authentication_token_setup as tokens
 from ray._private.node import Node
+from ray.util.placement_group import placement_group, remove_placement_group
 
 from raycl.arguments import check_type
 from raycl.errors import ConfigError, RayclError, RunError, first_line
-from raycl.gpus import check_gpus, starts_here
+from raycl.gpus import check_gpu, check_gpus, starts_here
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -44,6 +45,7 @@ _CORE_LOG_LEVEL = "RAY_BACKEND_LOG_LEVEL"
 _CONNECT_TIMEOUT_S = 5.0
 _LOOPBACK = "127.0.0.1:"
 _HOST_AND_PORT = re.compile(r"[^/]+:[0-9]+")
+NEW_NODE_S = 900.0  # limit for a new node to start, including its installation
 _START_TIMEOUT = "timed out during startup"  # Ray raises a plain Exception with this text after 30 s
 
 
@@ -190,6 +192,24 @@ def check_resources(*, workers: int, cpus_per_worker: float, gpu: bool, spare_cp
             f"{workers} workers with {cpus_per_worker:g} CPUs each and {spare_cpus:g} for other tasks need {need:g} CPUs, "
             f"the cluster has {have.get('CPU', 0):g}; lower --workers, set cpus_per_worker, or set autoscaling=true if the cluster will grow"
         )
+
+
+def wait_for_gpu(timeout_s: float = NEW_NODE_S) -> None:
+    """Wait until the cluster has a GPU; the request makes an autoscaler start a node.
+
+    Prints a line if there is none yet. Raises ``ConfigError`` if none comes in time.
+    """
+    if ray.cluster_resources().get("GPU", 0) >= 1:
+        return
+    if timeout_s:
+        print(
+            f"the cluster has no GPU yet; waiting up to {timeout_s / 60:g} minutes for one", file=sys.stderr
+        )
+    request = placement_group([{"GPU": 1}])
+    try:
+        check_gpu(float(request.wait(timeout_s)))
+    finally:
+        remove_placement_group(request)
 
 
 def cpus_for_a_worker(*, workers: int, spare_cpus: float) -> float:

@@ -1,7 +1,7 @@
 """A Ray cluster on this machine that adds nodes on demand and removes idle ones.
 
 Ray's fake node provider replaces a cloud: each node is a raylet with one CPU, started and stopped by
-Ray's autoscaler. Only the boot time of a machine is simulated.
+Ray's autoscaler. Only the boot time of a machine and GPUs are simulated.
 """
 
 import contextlib
@@ -81,30 +81,40 @@ class GrowingCluster:
     def train(
         self, *arguments: str, meanwhile: Callable[[], None] = lambda: None, timeout_s: float = 1_500.0
     ) -> tuple[float, float]:
-        """Run ``raycl train`` as a user would; return its start and end times.
+        """Run ``raycl train`` as a user would, by ``run``."""
+        command = [str(Path(sys.executable).with_name("raycl")), "train", *arguments]
+        return self.run(command, meanwhile=meanwhile, timeout_s=timeout_s)
+
+    def run(
+        self, command: list[str], *, meanwhile: Callable[[], None] = lambda: None, timeout_s: float = 1_500.0
+    ) -> tuple[float, float]:
+        """Run a command on the cluster; return its start and end times.
 
         Records the nodes and calls the ``meanwhile`` callback once a second. Raises ``RuntimeError`` with the
-        end of the output if the run fails or takes too long.
+        end of the output if the command fails or takes too long.
         """
-        command = [str(Path(sys.executable).with_name("raycl")), "train", *arguments]
-        log = self.folder / "train.log"
+        log = self.folder / "command.log"
         began = time.time()
         with log.open("w") as file:
-            training = subprocess.Popen(
+            running = subprocess.Popen(
                 command, cwd=ROOT, env=self.environment, stdout=file, stderr=file, start_new_session=True
             )
         try:
-            while training.poll() is None and time.time() < began + timeout_s:
+            while running.poll() is None and time.time() < began + timeout_s:
                 self.look()
                 meanwhile()
                 time.sleep(1.0)
         finally:
-            if training.poll() is None:
-                training.kill()
-                training.wait()
-        if training.returncode:
-            raise RuntimeError(f"raycl train ended with {training.returncode}:\n{log.read_text()[-3_000:]}")
+            if running.poll() is None:
+                running.kill()
+                running.wait()
+        if running.returncode:
+            raise RuntimeError(f"{command[:2]} ended with {running.returncode}:\n{log.read_text()[-3_000:]}")
         return began, time.time()
+
+    def output(self) -> str:
+        """Return the output of the last command."""
+        return (self.folder / "command.log").read_text()
 
     def wait_until_empty(self, *, timeout_s: float = 120.0) -> Seen:
         """Query the nodes once a second until all are gone or the timeout ends; return the last observation."""
@@ -115,12 +125,12 @@ class GrowingCluster:
 
 
 @contextmanager
-def growing_cluster(*, max_nodes: int, boot_s: float = 0.0) -> Iterator[GrowingCluster]:
-    """Start a head without CPUs and a limit of nodes; stop all its processes afterwards."""
+def growing_cluster(*, max_nodes: int, boot_s: float = 0.0, gpus: int = 0) -> Iterator[GrowingCluster]:
+    """Start a head without CPUs and a limit of nodes, each with ``gpus``; stop all its processes afterwards."""
     # The path of a socket is limited to 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="rcl", dir="/tmp"))
     try:
-        head, address = _start_head(folder, max_nodes, boot_s)
+        head, address = _start_head(folder, max_nodes, boot_s, gpus)
         try:
             wait_for_head(address, folder)
             yield GrowingCluster(address, folder)
@@ -145,11 +155,13 @@ def processes_of(folder: Path) -> set[int]:
     return found
 
 
-def _start_head(folder: Path, max_nodes: int, boot_s: float) -> tuple[subprocess.Popen[bytes], str]:
+def _start_head(
+    folder: Path, max_nodes: int, boot_s: float, gpus: int
+) -> tuple[subprocess.Popen[bytes], str]:
     (port, agent), head_id = free_ports(2, host=""), node_provider.FAKE_HEAD_NODE_ID
     address = f"{get_node_ip_address()}:{port}"
     config = folder / "cluster.json"
-    config.write_text(json.dumps(autoscaler_config(address, max_nodes, boot_s)))
+    config.write_text(json.dumps(autoscaler_config(address, max_nodes, boot_s, gpus)))
     environment = os.environ | {
         "AUTOSCALER_UPDATE_INTERVAL_S": "1",
         "RAY_AUTH_MODE": "disabled",
@@ -176,11 +188,11 @@ def _start_head(folder: Path, max_nodes: int, boot_s: float) -> tuple[subprocess
     return head, address
 
 
-def autoscaler_config(address: str, max_nodes: int, boot_s: float = 0.0) -> dict[str, Any]:
+def autoscaler_config(address: str, max_nodes: int, boot_s: float = 0.0, gpus: int = 0) -> dict[str, Any]:
     """Return the autoscaler's configuration; it requires even empty sections."""
     # The provider recognizes the head by this type only.
     head_type = node_provider.FAKE_HEAD_NODE_TYPE
-    resources = {"CPU": 1, "object_store_memory": STORE_BYTES}
+    resources = {"CPU": 1, "GPU": gpus, "object_store_memory": STORE_BYTES}
     lists = ["initialization", "setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray"]
     return {
         "cluster_name": "raycl-growing",

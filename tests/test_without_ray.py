@@ -23,6 +23,7 @@ from raycl.models.encoder_io import SavedEncoder, save_encoder
 from raycl.models.registry import OWN
 from raycl.models.specs import ImageEncoderSpec
 from raycl.preparation import pack_images
+from raycl.ray_runtime import NEW_NODE_S
 from raycl.storage import Place
 from tests.encoders import write_images_run
 from tests.images import digit_files, write_digits
@@ -44,6 +45,14 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(reading, "connect_cluster", lambda address, **_: addresses.append(address))
     return addresses
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The times in seconds that a GPU would be waited for."""
+    found: list[float] = []
+    monkeypatch.setattr(reading, "wait_for_gpu", found.append)
+    return found
 
 
 def expected(run: str, num_images: int) -> Tensor:
@@ -190,7 +199,7 @@ def test_representations_count_as_well_as_images(
 
 
 def test_large_sets_gpus_and_clusters_need_ray(
-    connected: list[str | None], monkeypatch: pytest.MonkeyPatch
+    connected: list[str | None], waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connect_unless_small(MAX_BYTES)
     assert connected == []
@@ -204,6 +213,14 @@ def test_large_sets_gpus_and_clusters_need_ray(
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     connect_unless_small(1)
     assert connected == [None, None, "10.0.0.1:6379", None, None]
+    assert waits == [0]
+
+
+def test_a_gpu_of_a_cluster_may_start_on_demand(connected: list[str | None], waits: list[float]) -> None:
+    connect_unless_small(1, gpu=True, address="10.0.0.1:6379")
+    connect_unless_small(1, gpu=True, address="local")
+    assert connected == ["10.0.0.1:6379", "local"]
+    assert waits == [NEW_NODE_S, 0]
 
 
 class Own(nn.Module):

@@ -22,7 +22,6 @@ from raycl.data.sources import Source, check_no_splits, find_source
 from raycl.data.texts import TextsFormat, Tokens
 from raycl.distributed.device_copy import upload
 from raycl.evaluation.embed import embed
-from raycl.gpus import check_gpu
 from raycl.inference.encoder import read_encoders
 from raycl.inference.index import write_index
 from raycl.inference.preflight import check_index, check_inputs, check_values
@@ -168,23 +167,22 @@ def embed_dataset(
 ) -> ray.data.Dataset:
     """Add representations to decoded rows, lazily.
 
-    Raises ``ConfigError`` for ``gpu`` if the cluster has none.
+    A cluster grows for actors with GPUs, or if it has no CPUs yet.
     """
-    resources = ray.cluster_resources()
-    if gpu:
-        check_gpu(resources.get("GPU", 0))
-    largest = resources["GPU"] if gpu else resources.get("CPU", 1) - 1
+    num_cpus = int(ray.cluster_resources().get("CPU", 0))
     return decoded.map_batches(
         Embedder,
         # The actors' nodes may lack this process's environment variables.
         fn_constructor_args=([ray.put(saved)], gpu, network, trusted_packages()),
-        batch_size=None,
+        batch_size=BATCH_SIZE,  # required with GPUs
         batch_format="pyarrow",
         # Half a core leaves room for a decoding task on one core, and keeps Ray from fusing decoding
         # into this actor, as it does for equal requests.
         num_cpus=0.5,
         num_gpus=1 if gpu else 0,
-        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=max(1, int(largest))),
+        compute=ray.data.ActorPoolStrategy(
+            min_size=1, max_size=None if gpu or not num_cpus else max(1, num_cpus - 1)
+        ),
     )
 
 

@@ -24,8 +24,9 @@ from raycl.data.read_stats import ReadStats
 from raycl.data.sources import Source, find_source
 from raycl.data.split import Keep
 from raycl.errors import DataError
+from raycl.gpus import starts_here
 from raycl.progress import ProgressLine, rows_read
-from raycl.ray_runtime import connect_cluster, fetch_tables, unwrap_ray_errors
+from raycl.ray_runtime import NEW_NODE_S, connect_cluster, fetch_tables, unwrap_ray_errors, wait_for_gpu
 from raycl.tokenization import InvalidTextError, read_text
 from raycl.training.coordinator import RunCoordinator, rows_in, start_coordinator
 
@@ -45,10 +46,14 @@ def connect_unless_small(
     """Connect to Ray, which takes seconds, unless the rows are small and neither a GPU nor a cluster is asked for.
 
     Without Ray, :func:`decoded_tables` and :func:`raycl.inference.embed.embedded_tables` work in this process.
+    Waits for a GPU that a cluster starts on demand; raises ``ConfigError`` if there is none.
     """
     # Also if Ray was started elsewhere, since this makes Ray Data keep the order of rows.
     if ray.is_initialized() or gpu or address or os.environ.get("RAY_ADDRESS") or num_bytes > MAX_BYTES:
+        is_own = starts_here(address)  # and cannot grow
         connect_cluster(address, debug=debug, quiet_core=True)
+        if gpu:
+            wait_for_gpu(0.0 if is_own else NEW_NODE_S)
 
 
 @contextlib.contextmanager

@@ -22,10 +22,9 @@ from raycl.negatives import KeyQueue, MemoryBank
 from raycl.negatives.bank import Bank
 from raycl.negatives.client import MemoryBankClient, QueueClient
 from raycl.negatives.spec import BankSpec, Precision
+from raycl.ray_runtime import NEW_NODE_S
 from raycl.training.group_bank import GroupBank
 from raycl.training.views import Views
-
-NEW_NODE_S = 900.0  # limit for a new node to start, including its installation
 
 
 def bank_spec(config: RunConfig, *, output: str, name: str, num_samples: int | None) -> BankSpec:

@@ -1,16 +1,24 @@
 """Runs on a cluster that starts without nodes: workers follow the nodes, and the losses stay equal."""
 
+import sys
 import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import ray
 from torch import Tensor, nn
 
+import raycl
+from raycl.inference.embed import Embedder
 from raycl.records import read_metrics
 from raycl.storage import Place
 from tests.cluster.networks import Small
+from tests.encoders import write_images_run
 from tests.growing_cluster import GrowingCluster, growing_cluster, processes_of
 from tests.images import write_digits
 
@@ -140,3 +148,47 @@ def test_a_stage_with_more_workers_gets_them_and_keeps_the_queue(tmp_path: Path)
     assert {line["negatives_age_mean"] for line in lines[QUEUED_STEPS:]} == {(1 + QUEUED_STEPS) / 2}
     assert cluster.seen[0].nodes == 0
     assert max(seen.nodes for seen in cluster.seen) == 2
+
+
+class HostEmbedder:
+    """Embeds slowly on the CPU of a node whose GPU is simulated."""
+
+    def __init__(
+        self, encoder: Any, use_gpu: bool, network: nn.Module | None, trusted: tuple[str, ...]
+    ) -> None:
+        assert use_gpu
+        assert ray.get_gpu_ids()
+        self._embedder = Embedder(encoder, False, network, trusted)
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        time.sleep(10.0)
+        return self._embedder(table)
+
+
+def embed_on_gpus(*arguments: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("raycl.inference.embed.Embedder", HostEmbedder)
+        raycl.embed(*arguments, gpu=True)
+
+
+def test_embedding_waits_for_gpus_and_takes_those_that_come(tmp_path: Path) -> None:
+    run = write_images_run(
+        tmp_path / "run",
+        "resnet10",
+        channels=1,
+        image_size=16,
+        stored_size=16,
+        width=0.25,
+        representation_dim=128,
+    )
+    data = write_digits(tmp_path / "digits.parquet", 1_700)
+    raycl.embed(run, data, tmp_path / "here", quiet=True)
+    code = f"import sys; from {__name__} import embed_on_gpus; embed_on_gpus(*sys.argv[1:])"
+    with growing_cluster(max_nodes=2, boot_s=5.0, gpus=1) as cluster:
+        cluster.run([sys.executable, "-c", code, run, str(data), str(tmp_path / "there")])
+        assert "the cluster has no GPU yet; waiting up to 15 minutes for one" in cluster.output()
+        assert max(seen.nodes for seen in cluster.seen) == 2
+    here, there = (pq.read_table(tmp_path / name).sort_by("sample_id") for name in ("here", "there"))
+    assert here["sample_id"].equals(there["sample_id"])
+    first, second = (np.stack(table["representation"].to_numpy()) for table in (here, there))
+    np.testing.assert_allclose(first, second, rtol=1e-4, atol=1e-5)

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 from PIL import Image
+from ray.util.placement_group import placement_group_table
 
 import raycl
 from raycl.cli.plan import plan_run
@@ -30,9 +31,9 @@ from raycl.data.sampler import BatchShard
 from raycl.data.sources import find_source
 from raycl.data.streaming import StreamingSampler, stream_source
 from raycl.data.texts import TextFormat
-from raycl.errors import DataError, StorageError
+from raycl.errors import ConfigError, DataError, StorageError
 from raycl.preparation import pack_rows
-from raycl.ray_runtime import connect_cluster
+from raycl.ray_runtime import connect_cluster, wait_for_gpu
 from raycl.recipes import recipe
 from raycl.step_replay.record import read_record
 from raycl.step_replay.rows import read_rows
@@ -541,3 +542,10 @@ def test_the_rows_of_many_blocks_are_embedded_to_one_file_in_order(tmp_path: Pat
     raycl.embed(run, tmp_path / "data", tmp_path / "embedded", quiet=True)
     (file,) = (tmp_path / "embedded").iterdir()
     assert pq.read_table(file)["sample_id"].to_pylist() == list(range(100))
+
+
+def test_a_missing_gpu_is_refused_after_the_wait(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="--gpu needs a GPU, but the cluster has none"):
+        wait_for_gpu(0.2)
+    assert capsys.readouterr().err.startswith("the cluster has no GPU yet; waiting up to")
+    assert not [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
