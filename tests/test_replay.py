@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -320,7 +321,7 @@ def test_a_sample_of_several_data_sets_is_found_with_its_data_set(mixed_run: Pat
     expected = [(step, ids.index(5)) for step, ids in enumerate(ids_by_step(mixed_run), 1) if 5 in ids]
     assert [(each["step"], each["row"]) for each in found] == expected
     assert [each["data_set"] for each in found] == [lines[each["step"] - 1]["data_set"] for each in found]
-    with pytest.raises(DataError, match=r"no sample 200; its 300 samples have ids such as 0"):
+    with pytest.raises(DataError, match=r"no sample 200; its 278 training samples have ids such as 0"):
         raycl.find_steps(mixed_run, "sample=200")
     with pytest.raises(DataError, match=r"the sample 198 \(large\.parquet row 198\) is "):
         raycl.find_steps(mixed_run, "sample=198")
@@ -501,7 +502,7 @@ def test_wrong_input_is_refused_in_one_line(
         (str(run), "--step", "0"): "the run has steps 1 to 17, got --step 0",
         (str(run), "--step", "18"): "the run has steps 1 to 17, got --step 18",
         (str(tmp_path), "--step", "1"): "holds no run: there is no config.yaml",
-        (str(run), "--find", "sample=100000"): "the run has no sample 100000",
+        (str(run), "--find", "sample=100000"): "the run trained on no sample 100000",
         (str(run), "--find", "sample=199"): "is invalid, and was skipped: no step draws it",
         (str(run), "--find", f"sample={min(held_out)}"): "is held out of training: no step draws it",
         (str(run), "--find", "largest"): "--find takes max-loss, nan or sample=ID, got 'largest'",
@@ -593,13 +594,45 @@ def test_a_step_with_another_loss_is_refused_before_it_is_made(
         raycl.replay(began(tmp_path, "simclr"), step=1)
 
 
-def test_streamed_runs_and_ray_datasets_are_refused(run: Path, tmp_path: Path) -> None:
+def test_a_step_of_a_stream_is_replayed_with_its_samples_and_its_queue(tmp_path: Path) -> None:
+    digits = pq.read_table(write_digits(tmp_path / "all.parquet", 200))
+    (tmp_path / "data").mkdir()
+    for name, start, stop in (("a", 0, 70), ("b", 70, 151), ("c", 151, 200)):
+        pq.write_table(digits.slice(start, stop - start), tmp_path / "data" / f"{name}.parquet")
+    settings = {"data.cache": "stream", "data.shuffle_buffer_size": 70, "workers": 2, "stages.0.steps": 14}
+    run = record_run(small_config("moco_v2", settings), tmp_path / "data", tmp_path / "run", checkpoints=(8,))
+    by_step = ids_by_step(run)
+    found: Any = raycl.replay(run, step=10, top=TOP)
+    assert (found.first_step, found.workers) == (9, 2)
+    assert found.loss == pytest.approx(found.logged_loss, rel=1e-5)
+    assert sorted(query.sample.sample_id for query in found.queries) == sorted(by_step[9])
+    starts = {"a": 0, "b": 70, "c": 151}
+    ages = set()
+    for query in found.queries:
+        for sample in (query.sample, query.positive, *(each.sample for each in query.negatives)):
+            assert sample.picture is not None
+            assert sample.label == str(digits["label"][sample.sample_id].as_py())
+            file, row = re.findall(r"([abc])\.parquet row ([0-9]+)", sample.name)[0]
+            assert sample.sample_id == starts[file] + int(row)
+        for negative in query.negatives:
+            assert negative.sample.sample_id in by_step[9 - negative.age]
+            ages.add(negative.age)
+    assert len(ages) > 2
+    for sample_id in by_step[9][:3]:
+        steps = [each["step"] for each in raycl.find_steps(run, f"sample={sample_id}").steps]
+        assert steps == [step for step, ids in enumerate(by_step, 1) if sample_id in ids]
+    with pytest.raises(DataError, match="the run trained on no sample 1000; its 1[0-9]+ training samples"):
+        raycl.find_steps(run, "sample=1000")
+
+
+def test_a_streamed_queue_of_texts_and_ray_datasets_are_refused(run: Path, tmp_path: Path) -> None:
+    texts = began(tmp_path, "two_tower", **{"negatives.store": "queue", "negatives.capacity": 4096})
+    described = json.loads((texts / "data.json").read_text())
+    (texts / "data.json").write_text(json.dumps(described | {"streamed": True}))
+    with pytest.raises(ConfigError, match="its texts are streamed, and replay finds those of a queue only"):
+        raycl.replay(texts, step=1)
     changed = copied(run, tmp_path)
     described = json.loads((changed / "data.json").read_text())
-    (changed / "data.json").write_text(json.dumps(described | {"streamed": True}))
-    with pytest.raises(ConfigError, match="its data are streamed"):
-        raycl.replay(changed, step=1)
-    assert len(raycl.find_steps(changed, "max-loss").steps) == 5  # by the metrics alone
     (changed / "data.json").write_text(json.dumps(described | {"data": None}))
     with pytest.raises(ConfigError, match="trained on a Ray Dataset"):
         raycl.find_steps(changed, "sample=1")

@@ -13,7 +13,7 @@ from raycl.data.in_memory import Batch
 from raycl.data.sampler import BatchShard
 from raycl.display import Displayable, Table
 from raycl.errors import ConfigError, DataError
-from raycl.step_replay.record import RecordedRun, check_in_memory, read_record
+from raycl.step_replay.record import RecordedRun, read_record
 from raycl.step_replay.rows import RunRows, read_rows
 from raycl.training.stages import Position, stage_plans
 
@@ -60,7 +60,6 @@ def find_steps(run: str, find: str, *, top: int = 5, data: Sequence[str] = ()) -
         raise ConfigError(f"--top must be at least 1, got {top}")
     record = read_record(run, data=data)
     if kind == "sample":
-        check_in_memory(record)
         return FoundSteps(run=run, find=find, steps=list(_steps_of_sample(read_rows(record), int(value))))
     found = _largest(record, top) if find == "max-loss" else list(_not_finite(record))
     return FoundSteps(run=run, find=find, steps=found)
@@ -91,24 +90,30 @@ def drawn_batches(rows: RunRows) -> Iterator[tuple[Position, Batch]]:
 
 def _steps_of_sample(rows: RunRows, sample_id: int) -> Iterator[dict[str, Any]]:
     """Yield the steps that draw a sample, up to the last logged one; raises ``DataError`` for an unknown sample."""
-    names = [where[sample_id] for where in rows.where if sample_id in where]
-    if not names:
-        num_samples, first = sum(map(len, rows.where)), min(min(where) for where in rows.where if where)
-        raise DataError(
-            f"the run has no sample {sample_id}; its {num_samples:,} samples have ids such as {first}"
-        )
-    known = [each for each in rows.data_sets() if sample_id in each.sample_id]
-    if not known:
-        is_test = bool(rows.job.holdout.is_test(np.array([sample_id]))[0])
-        why = "is held out of training" if is_test else "is invalid, and was skipped"
-        raise DataError(f"the sample {sample_id} ({', '.join(names)}) {why}: no step draws it")
+    _check_drawn(rows, sample_id)
     last = rows.run.num_logged
     for position, batch in drawn_batches(rows):
         if position.step >= last:
             return
-        data_set = {"data_set": batch.data_set} if len(rows.where) > 1 else {}
+        data_set = {"data_set": batch.data_set} if len(rows.sources) > 1 else {}
         for row in (batch.sample_id == sample_id).nonzero()[0].tolist():
             yield {"step": position.step + 1, "epoch": position.epoch, "row": row, **data_set}
+
+
+def _check_drawn(rows: RunRows, sample_id: int) -> None:
+    """Raise ``DataError`` for a sample that is not trained on."""
+    ids = rows.train_ids()
+    if sample_id in ids:
+        return
+    # Rows of a stream are held out by their fragment as well.
+    names = [where[sample_id] for where in rows.where if sample_id in where]
+    if not names:
+        raise DataError(
+            f"the run trained on no sample {sample_id}; its {len(ids):,} training samples have ids such as {ids.min()}"
+        )
+    is_test = bool(rows.job.holdout.is_test(np.array([sample_id]))[0])
+    why = "is held out of training" if is_test else "is invalid, and was skipped"
+    raise DataError(f"the sample {sample_id} ({', '.join(names)}) {why}: no step draws it")
 
 
 def _largest(record: RecordedRun, top: int) -> list[dict[str, Any]]:

@@ -88,11 +88,12 @@ def read_record(run: str, *, data: Sequence[str] = ()) -> RecordedRun:
     )
 
 
-def check_in_memory(run: RecordedRun) -> None:
-    """Raise ``ConfigError`` if the rows of a run are not held in memory."""
-    if run.streamed:
+def check_queue(run: RecordedRun) -> None:
+    """Raise ``ConfigError`` for a queue of streamed texts, which has no ids of their rows."""
+    if run.streamed and run.config.negatives.store == "queue" and run.config.data.kind != "image":
         raise ConfigError(
-            "this run cannot be replayed: its data are streamed, and replay reads only rows held in memory"
+            "this run cannot be replayed: its texts are streamed, and replay finds those of a queue only in rows held in "
+            "memory"
         )
 
 

@@ -2,19 +2,23 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import final
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
+from raycl.data.codecs import Formats
 from raycl.data.decode import Decoder, decode_here
 from raycl.data.in_memory import InMemoryDataset
 from raycl.data.mixed import MixedSampler
 from raycl.data.sampler import InMemorySampler
 from raycl.data.sources import Fragment, RawRows, Source, find_source
+from raycl.data.split import Holdout
 from raycl.data.streaming import StreamingSampler, fragment_order
 from raycl.data.windows import LocalReader
 from raycl.errors import ConfigError, DataError
@@ -58,8 +62,40 @@ class RunRows:
         return replace(self.job.stream, formats={}, local=reader)
 
     def data_sets(self) -> list[InMemoryDataset]:
-        """Return the training rows of each data set, sorted by id."""
+        """Return the training rows of each data set in memory, sorted by id."""
         return [each.where(self.job.holdout.is_train) for each in self.job.load_rows()[1]]
+
+    def train_ids(self) -> NDArray[np.int64]:
+        """Return the ids of all training rows."""
+        if self.run.streamed:
+            return np.concatenate([each["sample_id"].to_numpy() for each in self.fragments])
+        return np.concatenate([each.sample_id for each in self.data_sets()])
+
+    def select(
+        self, ids: NDArray[np.int64], *, data_set: int = 0
+    ) -> tuple[InMemoryDataset, Mapping[int, str]]:
+        """Return training rows, at least those with these ids, sorted by id, and where each came from.
+
+        Reads fragments of a stream again.
+        """
+        if self.job.stream is None:
+            return self.data_sets()[data_set], self.where[data_set]
+        formats, where = self.job.stream.formats, dict[int, str]()
+        read = _fragment_reader(self.run, self.sources[0], formats, self.job.holdout, where)
+        is_wanted = partial(np.isin, test_elements=ids)
+
+        def load(number: int) -> pa.Table:
+            rows = read(number)
+            return rows.filter(pa.array(is_wanted(rows["sample_id"].to_numpy())))
+
+        numbers = [
+            number
+            for number, rows in enumerate(self.fragments)
+            if is_wanted(rows["sample_id"].to_numpy()).any()
+        ]
+        with ThreadPoolExecutor(available_cores()) as pool:
+            tables = list(pool.map(load, numbers))
+        return InMemoryDataset(tables, formats).where(is_wanted), where
 
     def with_counted_tokens(self) -> Job:
         """Return the job with the frequencies of tokens, from which some text encoders start."""
@@ -145,13 +181,7 @@ def _streamed(run: RecordedRun, source: Source, tokenizer: Tokenizer | None) -> 
     can_be_evaluated = config.has_two_towers or source.has_labels
     num_evaluated = sum(fragment.num_rows for fragment in evaluation_fragments(config, source))
     holdout = hold_out(config, num_evaluated, can_be_evaluated=can_be_evaluated)
-    kept_whole = fragments_kept_whole(config, source)
-
-    def load(number: int) -> pa.Table:
-        fragment = source.fragments[number]
-        keep = None if fragment.first_id in kept_whole else holdout.is_train
-        decoder = Decoder(formats=formats, coordinator=None, keep=keep)
-        return pa.concat_tables(decoder.tables(fragment.name, source.read(fragment)))
+    load = _fragment_reader(run, source, formats, holdout)
 
     def ids_of(number: int) -> pa.Table:
         rows, sorts = load(number), config.text.length_buckets > 1
@@ -190,6 +220,33 @@ def _streamed(run: RecordedRun, source: Source, tokenizer: Tokenizer | None) -> 
     return RunRows(run=run, job=job, sources=(source,), where=({},), fragments=fragments)
 
 
+def _fragment_reader(
+    run: RecordedRun,
+    source: Source,
+    formats: Formats,
+    holdout: Holdout,
+    where: dict[int, str] | None = None,
+) -> Callable[[int], pa.Table]:
+    """Return a function that decodes the training rows of a stream's fragment, and adds their places to ``where``."""
+    kept_whole = fragments_kept_whole(run.config, source)
+
+    def load(number: int) -> pa.Table:
+        fragment = source.fragments[number]
+        keep = None if fragment.first_id in kept_whole else holdout.is_train
+        rows = source.read(fragment)
+        decoder = Decoder(formats=formats, coordinator=None, keep=keep)
+        return pa.concat_tables(decoder.tables(fragment.name, rows if where is None else _noted(rows, where)))
+
+    return load
+
+
+def _noted(batches: Iterator[RawRows], where: dict[int, str]) -> Iterator[RawRows]:
+    """Yield rows, and add the place of each to ``where``."""
+    for rows in batches:
+        where.update(zip(rows.sample_id.tolist(), rows.where, strict=True))
+        yield rows
+
+
 def _with_classes(source: Source, classes: tuple[str, ...]) -> Source:
     if missing := set(source.classes or ()) - set(classes):
         raise DataError(
@@ -204,12 +261,7 @@ def _decoded(
     """Decode a source by threads; adds the place of each row to ``where``."""
     decoder = Decoder(formats=build_formats(run.config, tokenizer, source.columns), coordinator=None)
 
-    def noted(batches: Iterator[RawRows]) -> Iterator[RawRows]:
-        for rows in batches:
-            where.update(zip(rows.sample_id.tolist(), rows.where, strict=True))
-            yield rows
-
     def read(fragment: Fragment) -> Iterator[RawRows]:
-        return noted(source.read(fragment))
+        return _noted(source.read(fragment), where)
 
     return tuple(decode_here(source.fragments, read, decoder))

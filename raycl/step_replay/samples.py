@@ -2,6 +2,7 @@
 
 import base64
 import io
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, final
@@ -50,15 +51,18 @@ class RenderedSample:
 
 @final
 class StepSamples:
-    """The samples behind the candidates of a step."""
+    """The samples behind the candidates of a step: all of its batch, and those in ``shown``."""
 
-    def __init__(self, rows: RunRows, views: Views, inputs: LossInputs) -> None:
+    def __init__(self, rows: RunRows, views: Views, inputs: LossInputs, shown: Iterable[Candidate]) -> None:
         self._rows, self._views, self._inputs = rows, views, inputs
         self._config = rows.run.config
         self._kind = self._config.data.kind
         self._known: dict[Candidate, RenderedSample] = {}
-        self._data_set: InMemoryDataset = rows.data_sets()[views.data_set]
-        self._source, self._where = rows.sources[views.data_set], rows.where[views.data_set]
+        self._source = rows.sources[views.data_set]
+        stored = [self._stored_name(each) for each in shown if each.place == "stored"]
+        ids = np.array([*views.ids.tolist(), *stored], np.int64)
+        self._data_set: InMemoryDataset
+        self._data_set, self._where = rows.select(ids, data_set=views.data_set)
 
     def of(self, candidate: Candidate) -> RenderedSample:
         """Return the sample of a candidate."""
@@ -81,9 +85,12 @@ class StepSamples:
             return RenderedSample(
                 sample_id=None, view="negative", text=self._text(self._views.negatives[candidate.row])
             )
+        return self._of_stored(self._stored_name(candidate))
+
+    def _stored_name(self, candidate: Candidate) -> int:
         name = self._inputs.stored.negative_name
         assert name is not None, "stored rows have names"
-        return self._of_stored(int(name[len(name) - self._num_stored + candidate.row]))
+        return int(name[len(name) - self._num_stored + candidate.row])
 
     @property
     def _num_stored(self) -> int:

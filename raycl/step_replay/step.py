@@ -9,7 +9,7 @@ from typing import Any, final
 from raycl.display import Displayable, Table
 from raycl.errors import ConfigError, NonFiniteLossError
 from raycl.gpus import available_cores
-from raycl.step_replay.record import RecordedRun, check_in_memory, read_record
+from raycl.step_replay.record import RecordedRun, check_queue, read_record
 from raycl.step_replay.restore import BeforeStep, train_until
 from raycl.step_replay.rows import read_rows
 from raycl.step_replay.samples import RenderedSample, StepSamples
@@ -184,7 +184,7 @@ def replay(
         raise ConfigError(f"--top must be at least 1, got {top}")
     record = read_record(run, data=data)
     check_config(record.config)
-    check_in_memory(record)
+    check_queue(record)
     rows = read_rows(record)
     watched: list[WatchedObjective] = []
 
@@ -201,7 +201,8 @@ def replay(
         with contextlib.suppress(NonFiniteLossError):
             loss = runner.step(views, watch=watch).loss
         sides, temperature = explain(watched[0], top=top)
-    samples = StepSamples(rows, views, watched[0].calls[0])
+    shown = {each.side.candidates[column] for each in sides for column in each.top.flatten().tolist()}
+    samples = StepSamples(rows, views, watched[0].calls[0], shown)
     line = record.losses.get(step, {})
     logged = line.get("loss")
     difference = None
