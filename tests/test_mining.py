@@ -93,6 +93,25 @@ def test_pairs_are_written_in_groups_of_rows_also_without_any_negative() -> None
     assert {name: tables[0].schema.field(name).type for name in lists} == lists
 
 
+def test_ids_that_many_rows_share_take_no_memory_for_each_two_of_them() -> None:
+    num, names = 2_000, ("query", "document", "other")
+    texts = {name: [f"{name} {number}" for number in range(num)] for name in names}
+    by_role = {
+        "query": texts["query"],
+        "document": texts["document"],
+        "negatives": [[text] for text in texts["other"]],
+        "query_id": [1] * num,
+        "document_id": [1] * num,
+        "negative_ids": [[2]] * num,
+    }
+    pairs = _Pairs(Values(by_role=by_role, label=np.full(num, -1)))
+    excluded, entities = exclusions(pairs).values()
+    assert sum(each.nbytes for each in (excluded, *entities)) < 100 * num
+    query, document = embedded(pairs.query.texts), embedded(pairs.document.texts)
+    _, found = search(query, document, k=num, excluded=excluded, entities=entities)
+    assert [pairs.document.texts[place] for place in np.unique(found)] == texts["other"]
+
+
 def test_relevance_judgments_without_documents_are_refused() -> None:
     with pytest.raises(ConfigError, match="documents is missing: give --set documents=URI"):
         evaluate_retrieval(run="run", test="judgments", queries="queries")
@@ -127,11 +146,20 @@ def embedded(texts: Iterable[str]) -> torch.Tensor:
     return torch.nn.functional.normalize(torch.stack(rows))
 
 
+def exclusions(pairs: _Pairs) -> dict[str, Any]:
+    """Return the arguments of a search that finds no match."""
+    known = pairs.known
+    return {
+        "excluded": known.of_entities(),
+        "entities": (np.array(known.query.entity), np.array(known.document.entity)),
+    }
+
+
 def mined_from(by_role: dict[str, list[Any]], label: list[int] | None = None) -> tuple[list[Any], Mined]:
     """Mine three negatives per pair with these embeddings, without a similarity limit."""
     pairs = _Pairs(Values(by_role=by_role, label=np.array(label or [-1] * len(by_role["query"]))))
     query, document = embedded(pairs.query.texts), embedded(pairs.document.texts)
-    found = search(query, document, k=len(document), excluded=pairs.known.all())
+    found = search(query, document, k=len(document), **exclusions(pairs))
     table, mined = joined(pairs.with_mined(found, np.ones(len(pairs.known.positive)), 3, 1.0))
     return table.to_pylist(), mined
 

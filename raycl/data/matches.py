@@ -41,13 +41,6 @@ class DistinctTexts(Generic[Text]):
         self.ids = dict(reversed(with_id))
         self.entity = _entities(np.array(with_id, np.int64).reshape(-1, 2), len(self.texts))
 
-    def by_entity(self) -> dict[int, list[int]]:
-        """Return the numbers of the texts of each entity."""
-        numbers: dict[int, list[int]] = {}
-        for number, entity in enumerate(self.entity):
-            numbers.setdefault(entity, []).append(number)
-        return numbers
-
     def distinct(self, numbers: Iterable[int]) -> list[int]:
         """Return the first text of each entity among these."""
         first: dict[int, int] = {}
@@ -106,17 +99,6 @@ class Matches(Generic[Text]):
         There are at most as many as pairs and queries that are documents, however many texts share an id.
         """
         pairs = sorted((q, d) for q, matches in self._matches.items() for d in matches)
-        return np.array(pairs, np.int64)
-
-    def all(self) -> NDArray[np.int64]:
-        """Return all matches as numbers of a query and a document, [num_matches, 2], in order of queries."""
-        documents = self.document.by_entity()
-        pairs = [
-            (q, d)
-            for q, entity in enumerate(self.query.entity)
-            for match in self._matches.get(entity, ())
-            for d in documents[match]
-        ]
         return np.array(pairs, np.int64)
 
     def hard_negatives(
