@@ -81,6 +81,39 @@ def test_documents_too_similar_to_the_query_are_skipped_and_counted() -> None:
     assert (mined.num_negatives, mined.num_too_near) == (3, 3)
 
 
+def test_explicit_negatives_near_the_query_are_kept_and_not_counted_as_too_near() -> None:
+    by_role = {"query": ["q"], "document": ["good"], "negatives": [["bad", "worse"]]}
+    pairs = _Pairs(Values(by_role=by_role, label=np.array([-1])))
+    table, mined = joined(
+        pairs.with_mined((np.array([[0.9, 0.8]]), np.array([[1, 2]])), np.array([0.8]), 3, 0.95)
+    )
+    assert table["negatives"].to_pylist() == [["bad", "worse"]]
+    assert (mined.num_negatives, mined.num_too_near) == (0, 0)
+
+
+def test_ids_that_join_a_large_part_of_the_texts_are_reported() -> None:
+    num = 300
+    names = [f"{number}" for number in range(num)]
+    by_role = {"query": names, "document": names, "document_id": list(range(num))}
+    label = np.full(num, -1)
+    # Each session has a query of the one before: all of them are one.
+    sessions = {"query": [*names, *names[1:]], "document": [*names, *names[1:]]}
+    joined_ids = _Pairs(
+        Values(
+            by_role={**sessions, "query_id": [*range(num), *range(num - 1)]}, label=np.full(2 * num - 1, -1)
+        )
+    )
+    assert _Pairs(Values(by_role=by_role, label=label)).known.notices() == []
+    (line,) = joined_ids.known.notices()
+    assert "300 of 300 different query texts are one query" in line
+    some = {**by_role, "document_id": [0] * 99 + list(range(99, num))}
+    assert _Pairs(Values(by_role=some, label=label)).known.notices() == []
+    (line,) = _Pairs(
+        Values(by_role={**some, "document_id": [0] * 100 + list(range(100, num))}, label=label)
+    ).known.notices()
+    assert "100 of 300 different document texts are one document" in line
+
+
 def test_pairs_are_written_in_groups_of_rows_also_without_any_negative() -> None:
     names = [f"{number}" for number in range(2_500)]
     by_role = {"query": names, "document": names, "document_id": list(range(2_500))}
@@ -94,7 +127,7 @@ def test_pairs_are_written_in_groups_of_rows_also_without_any_negative() -> None
 
 
 def test_ids_that_many_rows_share_take_no_memory_for_each_two_of_them() -> None:
-    num, names = 2_000, ("query", "document", "other")
+    num, names = 500, ("query", "document", "other")
     texts = {name: [f"{name} {number}" for number in range(num)] for name in names}
     by_role = {
         "query": texts["query"],

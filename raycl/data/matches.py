@@ -12,12 +12,13 @@ from raycl.errors import DataError
 Text = TypeVar("Text", bound=Hashable)
 
 SPARE = 50  # further candidates, since the nearest may be too near
+_MANY, _LARGE_PART = 100, 0.1  # texts of an entity
 
 
 class HardNegatives(NamedTuple):
     """The numbers of the documents that are negatives of a pair: explicit ones, and mined ones, nearest first.
 
-    ``num_too_near`` counts candidates that may well match.
+    ``num_too_near`` counts candidates that may well match, without the explicit ones.
     """
 
     explicit: list[int]
@@ -101,6 +102,18 @@ class Matches(Generic[Text]):
         pairs = sorted((q, d) for q, matches in self._matches.items() for d in matches)
         return np.array(pairs, np.int64)
 
+    def notices(self) -> list[str]:
+        """Return a line about queries, and about documents, of which a large part is one entity, as by ids of sessions."""
+        lines = []
+        for name, found in (("query", self.query), ("document", self.document)):
+            num, largest = len(found.texts), int(np.bincount(found.entity).max())
+            if largest >= max(_MANY, _LARGE_PART * num):
+                lines.append(
+                    f"{largest:,} of {num:,} different {name} texts are one {name}, since ids join them: no match of one is a "
+                    f"negative of another; if {name}_id names more than a {name}, such as a session, rename the column"
+                )
+        return lines
+
     def hard_negatives(
         self,
         pair: int,
@@ -116,13 +129,14 @@ class Matches(Generic[Text]):
         own ``similarity`` is skipped, since it may well match (Moreira et al., 2024).
         """
         entity, document = self.query.entity[self.positive[pair, 0]], self.document
-        places = list(near)
-        candidates = [place for place, cosine in places if cosine <= max_relative_score * similarity]
         explicit = document.distinct(
             place for place in self._explicit[entity] if document.entity[place] not in self._matches[entity]
         )
-        negatives = document.distinct([*explicit, *candidates])[: len(explicit) + num_negatives]
-        return HardNegatives(explicit, negatives[len(explicit) :], len(places) - len(candidates))
+        known = {document.entity[place] for place in explicit}
+        others = [(place, cosine) for place, cosine in near if document.entity[place] not in known]
+        candidates = [place for place, cosine in others if cosine <= max_relative_score * similarity]
+        mined = document.distinct(candidates)[:num_negatives]
+        return HardNegatives(explicit, mined, len(others) - len(candidates))
 
 
 def _entities(texts_and_ids: NDArray[np.int64], num_texts: int) -> list[int]:
