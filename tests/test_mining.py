@@ -91,6 +91,20 @@ def test_explicit_negatives_near_the_query_are_kept_and_not_counted_as_too_near(
     assert (mined.num_negatives, mined.num_too_near) == (0, 0)
 
 
+def test_the_pairs_of_a_query_with_many_negatives_share_them() -> None:
+    by_role = {
+        "query": ["q"] * 4,
+        "document": list("abcd"),
+        "negatives": [[f"{n}" for n in range(200)], ["x"], [], []],
+    }
+    pairs = _Pairs(Values(by_role=by_role, label=np.full(4, -1)))
+    nothing = np.array([[-np.inf]]), np.array([[-1]])
+    table, _ = joined(pairs.with_mined(nothing, np.ones(4), 3, 0.95))
+    negatives = table["negatives"].to_pylist()
+    assert list(map(len, negatives)) == [64] * 4
+    assert {text for each in negatives for text in each} == {*by_role["negatives"][0], "x"}
+
+
 def test_ids_that_join_a_large_part_of_the_texts_are_reported() -> None:
     num = 300
     names = [f"{number}" for number in range(num)]

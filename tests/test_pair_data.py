@@ -217,6 +217,24 @@ def test_the_rows_of_a_query_are_grouped_as_sets_of_documents(
     assert counts_of(pairs) == (int(not positives), repeated, contradicted)
 
 
+@pytest.mark.parametrize("num", [3, 100, 1_000])
+def test_the_pairs_of_a_query_with_many_negatives_share_them(num: int) -> None:
+    documents = [f"{place:04}" for place in range(3 + num)]
+    ids = [f"id {text}" for text in documents]
+    pairs = pairs_of([1] * 3 + [0] * num, document=documents, document_id=ids)
+    size = max(min(num, 64), -(-num // 3))
+    assert [len(pair["negatives"]) for pair in pairs] == [size] * 3
+    assert sorted({text for pair in pairs for text in pair["negatives"]}) == documents[3:]
+    for pair in pairs:
+        assert len(set(pair["negatives"])) == size
+        assert pair["negative_ids"] == [entity_id(f"id {text}") for text in pair["negatives"]]
+
+
+def test_the_size_of_a_popular_query_does_not_grow_with_clicked_times_unclicked_documents() -> None:
+    pairs = pairs_of([1, 0] * 500, document=[f"{place}" for place in range(1_000)])
+    assert sum(len(pair["negatives"]) for pair in pairs) == 500 * 64
+
+
 @given(
     st.lists(
         st.tuples(st.sampled_from("qr"), st.sampled_from("abcd"), st.integers(0, 5), st.booleans()),

@@ -13,6 +13,7 @@ import ray
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import map_fragments
 from raycl.data.ids import content_id, entity_id, is_missing
+from raycl.data.matches import divided
 from raycl.data.read_stats import ReadStats
 from raycl.data.sources import Fragment, RawRows, Source, values_of
 from raycl.errors import InvalidValueError
@@ -87,7 +88,8 @@ def group_rows(
     """Return one row per positive: query, document, and the unclicked documents of the query.
 
     Rows belong to the same query if they share ``query_id``, or the text if there are no ids. Repeated
-    pairs count once, and a document that was clicked at least once is not a negative of that query.
+    pairs count once, and a document that was clicked at least once is not a negative of that query. Pairs of a query with
+    many unclicked documents share them, see :func:`raycl.data.matches.divided`.
     The coordinator counts the skipped rows, by names that begin with ``prefix``. The queries are divided into
     ``num_parts`` parts; each takes time, even if it is empty.
     """
@@ -194,14 +196,19 @@ def _pairs_of_group(table: pa.Table) -> pa.Table:
         f"num_{REPEATED}": len(clicked) - len(positives) + len(negatives) - len(distinct),
         f"num_{CONTRADICTED}": len(others) - len(negatives),
     }
-    explicit = {
-        "negatives": [row["document"] for row in distinct],
-        "negative_ids": [row["document_id"] for row in distinct if row["document_id"] is not None],
-    }
     no_pair = {**rows[0], "document": None, "document_id": None}
-    pairs = [{**row, **explicit, **dict.fromkeys(counts, 0)} for row in positives or [no_pair]]
+    kept = positives or [no_pair]
+    shares = zip(kept, divided(distinct, len(kept)), strict=True)
+    pairs = [{**row, **_lists(share), **dict.fromkeys(counts, 0)} for row, share in shares]
     pairs[0] |= counts
     return pa.Table.from_pylist([{name: pair[name] for name in _PAIR.names} for pair in pairs], schema=_PAIR)
+
+
+def _lists(negatives: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    return {
+        "negatives": [row["document"] for row in negatives],
+        "negative_ids": [row["document_id"] for row in negatives if row["document_id"] is not None],
+    }
 
 
 def _document_of(row: Mapping[str, Any]) -> set[Any]:
