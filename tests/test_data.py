@@ -700,3 +700,22 @@ def test_a_table_that_is_a_link_without_its_file_is_named(tmp_path: Path) -> Non
     (tmp_path / "latest.parquet").symlink_to(tmp_path / "gone.parquet")
     with pytest.raises(DataError, match="latest.parquet is a link to a file that does not exist; remove it"):
         find_source(str(tmp_path))
+
+
+def test_the_file_of_a_fragment_is_named_once_and_not_for_each_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[str]()
+
+    def place(fragment: Fragment) -> Place:
+        asked.append(fragment.name)
+        return Place(fragment.uri)
+
+    path = tmp_path / "pairs.csv"
+    path.write_text("query,document\n" + "q,d\n" * 500)
+    source = find_source(str(path), ColumnNames(image=None, query="query", document="document"))
+    monkeypatch.setattr(Fragment, "place", property(place))
+    (fragment,) = source.fragments
+    where = [place for rows in source.read(fragment) for place in rows.where]
+    assert where == [f"pairs.csv row {row}" for row in range(500)]
+    assert len(asked) < 10

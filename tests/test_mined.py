@@ -42,7 +42,7 @@ from raycl.training.mining import MinerClient, document_bank_spec, start_miner
 from raycl.training.transforms import PairTransform
 from tests.pairs import clicks, rows_of, small_config, vocabulary
 from tests.test_encoder_pool import ray_with_a_noisy_core
-from tests.test_mining import joined
+from tests.test_mining import exclusions, joined
 
 pytestmark = pytest.mark.usefixtures("one_thread", "process_settings")
 
@@ -144,7 +144,7 @@ def test_the_miner_finds_the_negatives_of_raycl_mine_with_the_same_encoder(max_r
     pairs = _Pairs(Values(by_role=by_role, label=np.full(NUM_ROWS, -1)))
     query = embedded(pairs.query.texts, network, of_queries=True)
     document = embedded(pairs.document.texts, network, of_queries=False)
-    ranking = search(query, document, k=CANDIDATES + SPARE, excluded=pairs.known.all())
+    ranking = search(query, document, k=CANDIDATES + SPARE, **exclusions(pairs))
     own = (query[pairs.known.positive[:, 0]] * document[pairs.known.positive[:, 1]]).sum(1).numpy()
     written, mined = joined(pairs.with_mined(ranking, own, CANDIDATES, max_relative_score))
     assert min(mined.num_negatives, mined.num_too_near) > NUM_ROWS

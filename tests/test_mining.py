@@ -81,6 +81,53 @@ def test_documents_too_similar_to_the_query_are_skipped_and_counted() -> None:
     assert (mined.num_negatives, mined.num_too_near) == (3, 3)
 
 
+def test_explicit_negatives_near_the_query_are_kept_and_not_counted_as_too_near() -> None:
+    by_role = {"query": ["q"], "document": ["good"], "negatives": [["bad", "worse"]]}
+    pairs = _Pairs(Values(by_role=by_role, label=np.array([-1])))
+    table, mined = joined(
+        pairs.with_mined((np.array([[0.9, 0.8]]), np.array([[1, 2]])), np.array([0.8]), 3, 0.95)
+    )
+    assert table["negatives"].to_pylist() == [["bad", "worse"]]
+    assert (mined.num_negatives, mined.num_too_near) == (0, 0)
+
+
+def test_the_pairs_of_a_query_with_many_negatives_share_them() -> None:
+    by_role = {
+        "query": ["q"] * 4,
+        "document": list("abcd"),
+        "negatives": [[f"{n}" for n in range(200)], ["x"], [], []],
+    }
+    pairs = _Pairs(Values(by_role=by_role, label=np.full(4, -1)))
+    nothing = np.array([[-np.inf]]), np.array([[-1]])
+    table, _ = joined(pairs.with_mined(nothing, np.ones(4), 3, 0.95))
+    negatives = table["negatives"].to_pylist()
+    assert list(map(len, negatives)) == [64] * 4
+    assert {text for each in negatives for text in each} == {*by_role["negatives"][0], "x"}
+
+
+def test_ids_that_join_a_large_part_of_the_texts_are_reported() -> None:
+    num = 300
+    names = [f"{number}" for number in range(num)]
+    by_role = {"query": names, "document": names, "document_id": list(range(num))}
+    label = np.full(num, -1)
+    # Each session has a query of the one before: all of them are one.
+    sessions = {"query": [*names, *names[1:]], "document": [*names, *names[1:]]}
+    joined_ids = _Pairs(
+        Values(
+            by_role={**sessions, "query_id": [*range(num), *range(num - 1)]}, label=np.full(2 * num - 1, -1)
+        )
+    )
+    assert _Pairs(Values(by_role=by_role, label=label)).known.notices() == []
+    (line,) = joined_ids.known.notices()
+    assert "300 of 300 different query texts are one query" in line
+    some = {**by_role, "document_id": [0] * 99 + list(range(99, num))}
+    assert _Pairs(Values(by_role=some, label=label)).known.notices() == []
+    (line,) = _Pairs(
+        Values(by_role={**some, "document_id": [0] * 100 + list(range(100, num))}, label=label)
+    ).known.notices()
+    assert "100 of 300 different document texts are one document" in line
+
+
 def test_pairs_are_written_in_groups_of_rows_also_without_any_negative() -> None:
     names = [f"{number}" for number in range(2_500)]
     by_role = {"query": names, "document": names, "document_id": list(range(2_500))}
@@ -91,6 +138,25 @@ def test_pairs_are_written_in_groups_of_rows_also_without_any_negative() -> None
     assert pa.concat_tables(tables)["document"].to_pylist() == names
     lists = {"negatives": pa.list_(pa.string()), "negative_ids": pa.list_(pa.int64())}
     assert {name: tables[0].schema.field(name).type for name in lists} == lists
+
+
+def test_ids_that_many_rows_share_take_no_memory_for_each_two_of_them() -> None:
+    num, names = 500, ("query", "document", "other")
+    texts = {name: [f"{name} {number}" for number in range(num)] for name in names}
+    by_role = {
+        "query": texts["query"],
+        "document": texts["document"],
+        "negatives": [[text] for text in texts["other"]],
+        "query_id": [1] * num,
+        "document_id": [1] * num,
+        "negative_ids": [[2]] * num,
+    }
+    pairs = _Pairs(Values(by_role=by_role, label=np.full(num, -1)))
+    excluded, entities = exclusions(pairs).values()
+    assert sum(each.nbytes for each in (excluded, *entities)) < 100 * num
+    query, document = embedded(pairs.query.texts), embedded(pairs.document.texts)
+    _, found = search(query, document, k=num, excluded=excluded, entities=entities)
+    assert [pairs.document.texts[place] for place in np.unique(found)] == texts["other"]
 
 
 def test_relevance_judgments_without_documents_are_refused() -> None:
@@ -127,11 +193,20 @@ def embedded(texts: Iterable[str]) -> torch.Tensor:
     return torch.nn.functional.normalize(torch.stack(rows))
 
 
+def exclusions(pairs: _Pairs) -> dict[str, Any]:
+    """Return the arguments of a search that finds no match."""
+    known = pairs.known
+    return {
+        "excluded": known.of_entities(),
+        "entities": (np.array(known.query.entity), np.array(known.document.entity)),
+    }
+
+
 def mined_from(by_role: dict[str, list[Any]], label: list[int] | None = None) -> tuple[list[Any], Mined]:
     """Mine three negatives per pair with these embeddings, without a similarity limit."""
     pairs = _Pairs(Values(by_role=by_role, label=np.array(label or [-1] * len(by_role["query"]))))
     query, document = embedded(pairs.query.texts), embedded(pairs.document.texts)
-    found = search(query, document, k=len(document), excluded=pairs.known.all())
+    found = search(query, document, k=len(document), **exclusions(pairs))
     table, mined = joined(pairs.with_mined(found, np.ones(len(pairs.known.positive)), 3, 1.0))
     return table.to_pylist(), mined
 

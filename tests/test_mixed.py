@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -20,12 +21,16 @@ from raycl.data.mixed import MixedSampler, batch_counts
 from raycl.data.sampler import BatchShard, InMemorySampler
 from raycl.data.sources import find_source
 from raycl.errors import ConfigError, RayclError
+from raycl.recipes import recipe
 from raycl.storage import Place
+from raycl.training import data_set
+from raycl.training.coordinator import RunCoordinator
 from raycl.training.data_module import DataModule
 from raycl.training.preflight import (
     check_data_sets,
     check_same_data,
     check_sizes,
+    column_names,
     describe_data,
     validate_run,
 )
@@ -345,6 +350,23 @@ def test_data_sets_of_other_columns_or_labels_are_refused(
     sources = [find_source(str(tmp_path / f"{name}.parquet")) for name in "ab"]
     with pytest.raises(RayclError, match=message):
         DataModule(run_of(), None, sources)
+
+
+def test_the_columns_of_a_click_log_are_named_as_in_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grouped = Mock(schema=lambda: None, count=lambda: 1)
+    grouped.materialize.return_value = grouped
+    monkeypatch.setattr(data_set, "group_source", lambda *_, **__: grouped)
+    (tmp_path / "a.csv").write_text("query,document,label\nq,d,1\n")
+    (tmp_path / "b.csv").write_text("query,document\nq,d\n")
+    config = recipe("two_tower")
+    sources = [find_source(str(tmp_path / f"{name}.csv"), column_names(config)) for name in "ab"]
+    message = (
+        r"a.csv has the columns query, document, label, and .*/b.csv has the columns query, document; give"
+    )
+    with pytest.raises(RayclError, match=message):
+        DataModule(config, RunCoordinator(), sources)
 
 
 def test_rows_with_labels_are_found_by_their_labels_and_not_by_ids_that_data_sets_share() -> None:

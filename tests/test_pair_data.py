@@ -19,7 +19,6 @@ from raycl.data.click_logs import (
     CONTRADICTED,
     REPEATED,
     WITHOUT_POSITIVE,
-    _pairs_of_group,
     _pairs_of_groups,
     _skipped_in,
     _valid_rows,
@@ -61,7 +60,7 @@ def rows_of_log(labels: Sequence[Any], stats: ReadStats | None = None, **values:
 def pairs_of(labels: Sequence[Any], **values: list[Any]) -> list[dict[str, Any]]:
     """Return the pairs of the rows of one query."""
     values = {"query": ["q"] * len(labels), **values}
-    return _pairs_of_group(rows_of_log(labels, **values)).to_pylist()
+    return _pairs_of_groups(rows_of_log(labels, **values)).to_pylist()
 
 
 def counts_of(pairs: list[dict[str, Any]]) -> tuple[int, ...]:
@@ -93,11 +92,9 @@ def test_a_log_is_grouped_in_parts_of_its_size(
     labeled = MagicMock()
     monkeypatch.setattr(click_logs, "map_fragments", lambda *_: labeled)
     group_source(source, coordinator=None)
-    if num_parts == 1:  # one task, without a shuffle
-        labeled.repartition.assert_called_once_with(1)
-        labeled.groupby.assert_not_called()
-    else:
-        labeled.groupby.assert_called_once_with("group", num_partitions=num_parts)
+    whole_groups = {"keys": ["group"]} if num_parts > 1 else {}  # one part without a shuffle
+    labeled.repartition.assert_called_once_with(num_parts, **whole_groups)
+    labeled.groupby.assert_not_called()
 
 
 @pytest.mark.parametrize("num_queries", [0, 1, 7])
@@ -108,7 +105,7 @@ def test_the_groups_of_one_part_are_the_queries(num_queries: int) -> None:
     document = [f"d{number}" for number in rng.integers(0, 12, len(labels))]
     came = _pairs_of_groups(rows_of_log(labels, query=query, document=document)).to_pylist()
     expected = []
-    for wanted in dict.fromkeys(query):
+    for wanted in sorted(set(query), key=lambda text: content_id(text.encode())):
         own = [place for place, name in enumerate(query) if name == wanted]
         texts = {"query": [wanted] * len(own), "document": [document[place] for place in own]}
         expected += pairs_of([labels[place] for place in own], **texts)
@@ -217,6 +214,24 @@ def test_the_rows_of_a_query_are_grouped_as_sets_of_documents(
     assert counts_of(pairs) == (int(not positives), repeated, contradicted)
 
 
+@pytest.mark.parametrize("num", [3, 100, 1_000])
+def test_the_pairs_of_a_query_with_many_negatives_share_them(num: int) -> None:
+    documents = [f"{place:04}" for place in range(3 + num)]
+    ids = [f"id {text}" for text in documents]
+    pairs = pairs_of([1] * 3 + [0] * num, document=documents, document_id=ids)
+    size = max(min(num, 64), -(-num // 3))
+    assert [len(pair["negatives"]) for pair in pairs] == [size] * 3
+    assert sorted({text for pair in pairs for text in pair["negatives"]}) == documents[3:]
+    for pair in pairs:
+        assert len(set(pair["negatives"])) == size
+        assert pair["negative_ids"] == [entity_id(f"id {text}") for text in pair["negatives"]]
+
+
+def test_the_size_of_a_popular_query_does_not_grow_with_clicked_times_unclicked_documents() -> None:
+    pairs = pairs_of([1, 0] * 500, document=[f"{place}" for place in range(1_000)])
+    assert sum(len(pair["negatives"]) for pair in pairs) == 500 * 64
+
+
 @given(
     st.lists(
         st.tuples(st.sampled_from("qr"), st.sampled_from("abcd"), st.integers(0, 5), st.booleans()),
@@ -236,8 +251,8 @@ def test_every_document_is_on_exactly_one_side_for_any_order_of_rows(
         document=[text for _, text, *_ in log],
         **ids,
     )
-    pairs = _pairs_of_group(rows)
-    again = _pairs_of_group(rows.take(random.sample(range(len(log)), len(log))))
+    pairs = _pairs_of_groups(rows)
+    again = _pairs_of_groups(rows.take(random.sample(range(len(log)), len(log))))
     assert again.equals(pairs)
     contents = [
         {name: table[name].to_pylist() for name in table.column_names[:6]} for table in (pairs, again)
@@ -257,9 +272,10 @@ def test_every_document_is_on_exactly_one_side_for_any_order_of_rows(
 
 def test_groups_are_counted_by_query_even_if_several_share_a_text() -> None:
     groups = [
-        _pairs_of_group(rows_of_log([0], query=["q"], document=["d"], query_id=[number])) for number in (1, 2)
+        _pairs_of_groups(rows_of_log([0], query=["q"], document=["d"], query_id=[number]))
+        for number in (1, 2)
     ]
-    groups += [_pairs_of_group(rows_of_log([1], query=["q"], document=[text])) for text in "ab"]
+    groups += [_pairs_of_groups(rows_of_log([1], query=["q"], document=[text])) for text in "ab"]
     names, counts = zip(*map(_skipped_in, groups), strict=True)
     assert len(set(names)) == 4
     assert [each.skipped for each in counts] == [{WITHOUT_POSITIVE: 1}, {WITHOUT_POSITIVE: 1}, {}, {}]
@@ -625,5 +641,5 @@ def test_grouped_rows_keep_the_ids_of_the_log(query_id: str | None, document_id:
         expected |= {"document_id": "document_id", "negative_ids": "negative_ids"}
     assert found.contents == expected
     assert found.label is found.sample_id is None
-    pairs = _pairs_of_group(rows_of_log([1], query=["q"], document=["d"]))
+    pairs = _pairs_of_groups(rows_of_log([1], query=["q"], document=["d"]))
     found.check_types({name: pairs.schema.field(name).type for name in expected.values()}, where="the test")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from raycl.errors import ConfigError, DataError, RayclError
-from raycl.evaluation import metrics, nearest
+from raycl.evaluation import knn, metrics, nearest
 from raycl.evaluation import search as search_module
 from raycl.evaluation.metrics import average_precision, retrieval_scores
 from raycl.evaluation.search import fuse, search
@@ -152,11 +152,11 @@ def plain_search(
 
 
 @pytest.mark.parametrize("k", [1, 4, 17, 50])
-@pytest.mark.parametrize("at_once", [1, 7, 1_024])
+@pytest.mark.parametrize("blocks", [(1, 8), (7, 10), (256, 8_192)])
 def test_search_equals_a_full_sort_without_excluded_pairs(
-    k: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+    k: int, blocks: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search_module, "_QUERIES", at_once)
+    monkeypatch.setattr(knn, "_CPU_BLOCKS", blocks)
     query, documents = draw(23, 6, seed=0), draw(19, 6, seed=1)
     rng = np.random.default_rng(k)
     excluded = np.stack([rng.integers(0, 20, 60), rng.integers(0, 19, 60)], axis=1)  # with duplicates
@@ -182,18 +182,34 @@ def test_equal_similarities_keep_the_order_of_positions_after_an_exclusion() -> 
     assert index.tolist() == [[0, 1, 2], [1, 3, 4]]
 
 
-def test_only_blocks_with_exclusions_search_for_extra_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
+@pytest.mark.parametrize("blocks", [(3, 8), (256, 8_192)])
+def test_excluded_entities_are_the_pairs_of_all_their_queries_and_documents(
+    blocks: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(knn, "_CPU_BLOCKS", blocks)
+    query, documents = draw(23, 6, seed=0), draw(41, 6, seed=1)
+    rng = np.random.default_rng(0)
+    of_query, of_document = rng.integers(0, 5, 23), rng.integers(0, 9, 41)
+    matches = np.unique(rng.integers(0, (5, 9), (14, 2)), axis=0)
+    related = {tuple(each) for each in matches.tolist()}
+    pairs = [(q, d) for q in range(23) for d in range(41) if (of_query[q], of_document[d]) in related]
+    found = search(query, documents, k=30, excluded=matches, entities=(of_query, of_document))
+    expected = search(query, documents, k=30, excluded=rows(*pairs))
+    assert (found[1] == -1).any()
+    np.testing.assert_array_equal(found[1], expected[1])
+    np.testing.assert_array_equal(found[0], expected[0])
 
-    def spy(query: torch.Tensor, documents: torch.Tensor, *, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        asked.append((len(query), k))
-        return nearest(query, documents, k=k)
+
+def test_many_exclusions_of_a_query_do_not_widen_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[int]()
+
+    def spy(*tensors: torch.Tensor, k: int, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.append(k)
+        return nearest(*tensors, k=k, mask=mask)
 
     monkeypatch.setattr(search_module, "nearest", spy)
-    monkeypatch.setattr(search_module, "_QUERIES", 4)
-    excluded = rows([5, 1], [5, 2], [5, 7], [5, 7], [6, 0])
-    search(draw(10, 3, seed=0), draw(20, 3, seed=1), k=2, excluded=excluded)
-    assert asked == [(4, 2), (4, 5), (2, 2)]
+    search(draw(10, 3, seed=0), draw(20, 3, seed=1), k=2, excluded=rows([5, 1], [5, 2], [5, 7]))
+    assert asked == [2]
 
 
 def plain_fusion(*rankings: list[int]) -> list[int]:

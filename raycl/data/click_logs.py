@@ -13,6 +13,7 @@ import ray
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import map_fragments
 from raycl.data.ids import content_id, entity_id, is_missing
+from raycl.data.matches import divided
 from raycl.data.read_stats import ReadStats
 from raycl.data.sources import Fragment, RawRows, Source, values_of
 from raycl.errors import InvalidValueError
@@ -87,16 +88,14 @@ def group_rows(
     """Return one row per positive: query, document, and the unclicked documents of the query.
 
     Rows belong to the same query if they share ``query_id``, or the text if there are no ids. Repeated
-    pairs count once, and a document that was clicked at least once is not a negative of that query.
+    pairs count once, and a document that was clicked at least once is not a negative of that query. Pairs of a query with
+    many unclicked documents share them, see :func:`raycl.data.matches.divided`.
     The coordinator counts the skipped rows, by names that begin with ``prefix``. The queries are divided into
     ``num_parts`` parts; each takes time, even if it is empty.
     """
-    if num_parts == 1:  # without a shuffle, which takes 10 s for the smallest log
-        one = labeled.repartition(1)
-        grouped = one.map_batches(_pairs_of_groups, batch_size=None, batch_format="pyarrow")
-    else:
-        groups = labeled.groupby("group", num_partitions=num_parts)
-        grouped = groups.map_groups(_pairs_of_group, batch_format="pyarrow")
+    # One part without a shuffle, which takes 10 s for the smallest log.
+    parts = labeled.repartition(1) if num_parts == 1 else labeled.repartition(num_parts, keys=["group"])
+    grouped = parts.map_batches(_pairs_of_groups, batch_size=None, batch_format="pyarrow")
 
     def finish(table: pa.Table) -> pa.Table:
         name, stats = _skipped_in(table)
@@ -173,16 +172,17 @@ def _id_of(value: Any) -> int:
 
 
 def _pairs_of_groups(table: pa.Table) -> pa.Table:
-    places: dict[int, list[int]] = {}
-    for place, group in enumerate(table["group"].to_pylist()):
-        places.setdefault(group, []).append(place)
-    pairs = [_pairs_of_group(table.take(each)) for each in places.values()]
-    return pa.concat_tables([_PAIR.empty_table(), *pairs]).combine_chunks()
+    """Return the pairs of rows that hold whole groups, in the order of groups."""
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for row in table.to_pylist():
+        groups.setdefault(row["group"], []).append(row)
+    pairs = [pair for _, rows in sorted(groups.items()) for pair in _pairs_of_group(rows)]
+    return pa.Table.from_pylist(pairs, schema=_PAIR)
 
 
-def _pairs_of_group(table: pa.Table) -> pa.Table:
+def _pairs_of_group(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     # The shuffle returns rows in any order; sort them, since the ids of pairs hash their contents.
-    rows = sorted(table.to_pylist(), key=itemgetter("document", "document_id", "query", "clicked"))
+    rows.sort(key=itemgetter("document", "document_id", "query", "clicked"))
     clicked = [row for row in rows if row["clicked"]]
     others = [row for row in rows if not row["clicked"]]
     seen: set[Any] = set()  # texts and ids of positive documents
@@ -194,14 +194,19 @@ def _pairs_of_group(table: pa.Table) -> pa.Table:
         f"num_{REPEATED}": len(clicked) - len(positives) + len(negatives) - len(distinct),
         f"num_{CONTRADICTED}": len(others) - len(negatives),
     }
-    explicit = {
-        "negatives": [row["document"] for row in distinct],
-        "negative_ids": [row["document_id"] for row in distinct if row["document_id"] is not None],
-    }
     no_pair = {**rows[0], "document": None, "document_id": None}
-    pairs = [{**row, **explicit, **dict.fromkeys(counts, 0)} for row in positives or [no_pair]]
+    kept = positives or [no_pair]
+    shares = zip(kept, divided(distinct, len(kept)), strict=True)
+    pairs = [{**row, **_lists(share), **dict.fromkeys(counts, 0)} for row, share in shares]
     pairs[0] |= counts
-    return pa.Table.from_pylist([{name: pair[name] for name in _PAIR.names} for pair in pairs], schema=_PAIR)
+    return pairs
+
+
+def _lists(negatives: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    return {
+        "negatives": [row["document"] for row in negatives],
+        "negative_ids": [row["document_id"] for row in negatives if row["document_id"] is not None],
+    }
 
 
 def _document_of(row: Mapping[str, Any]) -> set[Any]:

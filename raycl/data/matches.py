@@ -1,5 +1,6 @@
 """Pairs by their distinct queries and documents: which documents match a query, and which are hard negatives."""
 
+import math
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import chain
 from typing import Generic, NamedTuple, TypeVar, final
@@ -9,18 +10,34 @@ from numpy.typing import NDArray
 
 from raycl.errors import DataError
 
+Value = TypeVar("Value")
 Text = TypeVar("Text", bound=Hashable)
 
 SPARE = 50  # further candidates, since the nearest may be too near
+_FEWEST = 64  # explicit negatives of a pair, if the pairs of a query share them
+_MANY, _LARGE_PART = 100, 0.1  # texts of an entity
+
+
+def divided(negatives: Sequence[Value], num_pairs: int) -> list[Sequence[Value]]:
+    """Return the explicit negatives of each pair of a query: all of them, or if they are many, at least 64 in turn.
+
+    Together the pairs have all. The result grows with the sum of negatives and pairs, not with their product.
+    """
+    size = max(_FEWEST, math.ceil(len(negatives) / num_pairs))
+    if len(negatives) <= size:
+        return [negatives] * num_pairs
+    twice = [*negatives, *negatives]
+    starts = (pair * size % len(negatives) for pair in range(num_pairs))
+    return [twice[start : start + size] for start in starts]
 
 
 class HardNegatives(NamedTuple):
     """The numbers of the documents that are negatives of a pair: explicit ones, and mined ones, nearest first.
 
-    ``num_too_near`` counts candidates that may well match.
+    ``num_too_near`` counts candidates that may well match, without the explicit ones.
     """
 
-    explicit: list[int]
+    explicit: Sequence[int]
     mined: list[int]
     num_too_near: int
 
@@ -40,13 +57,6 @@ class DistinctTexts(Generic[Text]):
         ]
         self.ids = dict(reversed(with_id))
         self.entity = _entities(np.array(with_id, np.int64).reshape(-1, 2), len(self.texts))
-
-    def by_entity(self) -> dict[int, list[int]]:
-        """Return the numbers of the texts of each entity."""
-        numbers: dict[int, list[int]] = {}
-        for number, entity in enumerate(self.entity):
-            numbers.setdefault(entity, []).append(number)
-        return numbers
 
     def distinct(self, numbers: Iterable[int]) -> list[int]:
         """Return the first text of each entity among these."""
@@ -94,11 +104,23 @@ class Matches(Generic[Text]):
         self._matches: dict[int, set[int]] = {}
         for q, d in [*positive, *own_text]:
             self._matches.setdefault(self.query.entity[q], set()).add(self.document.entity[d])
-        self._explicit: dict[int, dict[int, None]] = {}
+        all_explicit: dict[int, dict[int, None]] = {}
         for q, d, is_other, others in rows:
-            explicit = self._explicit.setdefault(self.query.entity[query[q]], {})
+            explicit = all_explicit.setdefault(self.query.entity[query[q]], {})
             explicit.update(dict.fromkeys([document[d]] if is_other else []))
             explicit.update(dict.fromkeys(document[text] for text in others))
+        pairs: dict[int, list[int]] = {}
+        for pair, number in enumerate(self.positive[:, 0].tolist()):
+            pairs.setdefault(self.query.entity[number], []).append(pair)
+        self._explicit: dict[int, Sequence[int]] = {}  # of each pair
+        for entity, numbers in pairs.items():
+            unmatched = (
+                each
+                for each in all_explicit[entity]
+                if self.document.entity[each] not in self._matches[entity]
+            )
+            shares = divided(self.document.distinct(unmatched), len(numbers))
+            self._explicit.update(zip(numbers, shares, strict=True))
 
     def of_entities(self) -> NDArray[np.int64]:
         """Return all matches as entities of queries and of documents, [num_matches, 2], ascending.
@@ -108,16 +130,17 @@ class Matches(Generic[Text]):
         pairs = sorted((q, d) for q, matches in self._matches.items() for d in matches)
         return np.array(pairs, np.int64)
 
-    def all(self) -> NDArray[np.int64]:
-        """Return all matches as numbers of a query and a document, [num_matches, 2], in order of queries."""
-        documents = self.document.by_entity()
-        pairs = [
-            (q, d)
-            for q, entity in enumerate(self.query.entity)
-            for match in self._matches.get(entity, ())
-            for d in documents[match]
-        ]
-        return np.array(pairs, np.int64)
+    def notices(self) -> list[str]:
+        """Return a line about queries, and about documents, of which a large part is one entity, as by ids of sessions."""
+        lines = []
+        for name, found in (("query", self.query), ("document", self.document)):
+            num, largest = len(found.texts), int(np.bincount(found.entity).max())
+            if largest >= max(_MANY, _LARGE_PART * num):
+                lines.append(
+                    f"{largest:,} of {num:,} different {name} texts are one {name}, since ids join them: no match of one is a "
+                    f"negative of another; if {name}_id names more than a {name}, such as a session, rename the column"
+                )
+        return lines
 
     def hard_negatives(
         self,
@@ -133,14 +156,12 @@ class Matches(Generic[Text]):
         ``near`` holds their numbers and similarities. A document nearer than ``max_relative_score`` times the pair's
         own ``similarity`` is skipped, since it may well match (Moreira et al., 2024).
         """
-        entity, document = self.query.entity[self.positive[pair, 0]], self.document
-        places = list(near)
-        candidates = [place for place, cosine in places if cosine <= max_relative_score * similarity]
-        explicit = document.distinct(
-            place for place in self._explicit[entity] if document.entity[place] not in self._matches[entity]
-        )
-        negatives = document.distinct([*explicit, *candidates])[: len(explicit) + num_negatives]
-        return HardNegatives(explicit, negatives[len(explicit) :], len(places) - len(candidates))
+        document, explicit = self.document, self._explicit[pair]
+        known = {document.entity[place] for place in explicit}
+        others = [(place, cosine) for place, cosine in near if document.entity[place] not in known]
+        candidates = [place for place, cosine in others if cosine <= max_relative_score * similarity]
+        mined = document.distinct(candidates)[:num_negatives]
+        return HardNegatives(explicit, mined, len(others) - len(candidates))
 
 
 def _entities(texts_and_ids: NDArray[np.int64], num_texts: int) -> list[int]:

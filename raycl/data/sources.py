@@ -240,6 +240,7 @@ class Source:
 
     def _read_table(self, fragment: Fragment) -> Iterator[RawRows]:
         named = (*self.columns.contents.values(), self.columns.label, self.columns.sample_id)
+        file = fragment.place.name
         for first, table in self.tables(fragment, list(dict.fromkeys(name for name in named if name))):
             position = np.arange(first, first + table.num_rows, dtype=np.int64)
             yield RawRows.of_table(
@@ -247,7 +248,7 @@ class Source:
                 self.columns,
                 self.classes,
                 ids=position - fragment.start + fragment.first_id,
-                where=[f"{fragment.place.name} row {row}" for row in position],
+                where=[f"{file} row {row}" for row in position.tolist()],
             )
 
 

@@ -1,6 +1,6 @@
 """Exact nearest neighbors and the weighted kNN vote of InstDisc."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +16,12 @@ _ACCELERATOR_BLOCKS = (2_048, 32_768)
 # Successive rows of the bank that the preselection represents by their highest similarity.
 _GROUP = 8
 
+# Returns the places in a tile of queries by rows of the bank that must not be found, [num_places, 2].
+Mask = Callable[[slice, slice], Tensor]
+
 
 @torch.no_grad()
-def nearest(query: Tensor, bank: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
+def nearest(query: Tensor, bank: Tensor, *, k: int, mask: Mask | None = None) -> tuple[Tensor, Tensor]:
     """Find the ``k`` rows of the bank with the highest cosine similarity to each query, exactly.
 
     ``query`` is [num_queries, dim], ``bank`` is [num_rows, dim], of any dtype; rows need not have unit
@@ -27,7 +30,8 @@ def nearest(query: Tensor, bank: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
     by one.
 
     Returns similarity and index, both [num_queries, min(k, num_rows)], best first, on the query's device.
-    Ties are in order of index.
+    Ties are in order of index. With a ``mask`` of pairs that are not to be found, places that no row is left for have a
+    similarity of -inf and an index without meaning.
 
     Beside inputs and result it needs a float copy of the queries, a block of the bank and a tile of queries
     by rows of the bank with its candidates: under 100 MB on a CPU for 10,000 queries, 128 dimensions
@@ -53,6 +57,9 @@ def nearest(query: Tensor, bank: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
         for first in range(0, len(query), query_block):
             part = slice(first, first + query_block)
             tile = _similarity(query[part], block).view(-1, group, rows // group)
+            if mask is not None:
+                row, column = mask(part, slice(start, start + rows)).to(tile.device).unbind(1)
+                tile[row, column % group, column // group] = -torch.inf
             _merge(similarity[part], index[part], tile, start)
     return _top(similarity, index, similarity.shape[1], ordered=True)
 

@@ -1,50 +1,50 @@
 """Exact search for the documents most similar to each query, with excluded pairs."""
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from raycl.errors import ConfigError, DataError
-from raycl.evaluation.knn import nearest
+from raycl.evaluation.knn import Mask, nearest
 
 # Similarity and document position, both [num_queries, k], best first; -inf and -1 mark an empty place.
 Ranking = tuple[NDArray[np.floating], NDArray[np.int64]]
 
 _FUSION_OFFSET = 60  # as in the paper
-_QUERIES = 1_024  # per block: a query with many exclusions costs memory in its block only
 
 
 def search(
-    query: Tensor, documents: Tensor, *, k: int, excluded: NDArray[np.integer] | None = None
+    query: Tensor,
+    documents: Tensor,
+    *,
+    k: int,
+    excluded: NDArray[np.integer] | None = None,
+    entities: tuple[NDArray[np.integer], NDArray[np.integer]] | None = None,
 ) -> Ranking:
     """Find the ``k`` documents with the highest cosine similarity to each query, exactly.
 
     ``query`` is [num_queries, dim], ``documents`` is [num_documents, dim], the inputs of
     ``raycl.evaluation.nearest``. ``excluded`` is [num_excluded, 2], positions of a query and of a document
-    that it must not find: its own text among the documents, or a pair known from another split.
+    that it must not find: its own text among the documents, or a pair known from another split. With ``entities``,
+    the entity of each query [num_queries] and of each document [num_documents], it holds entities instead of positions,
+    so many queries and documents of one entity take no more memory.
 
     Returns similarity and document position, both [num_queries, min(k, num_documents)], best first. Ties
     are in order of position. If the exclusions leave fewer documents, the similarity is -inf and the
     position -1.
 
-    Memory as in ``nearest`` for 1,024 queries, with k plus the most exclusions of one query. Raises
+    Memory as in ``nearest``, for any number of exclusions. Raises
     ``ConfigError`` for k below 1, ``DataError`` for values that are not finite, or without a query or a
     document.
     """
     width = ranking_width(k, len(query), len(documents))
-    known = pair_numbers(excluded, len(documents))
-    parts: list[Ranking] = []
-    for first in range(0, len(query), _QUERIES):
-        part = query[first : first + _QUERIES]
-        # The pairs of this block, numbered from its first query.
-        own = _between(known, first * len(documents), (first + len(part)) * len(documents))
-        max_excluded = int(np.bincount(own // len(documents)).max(initial=0))
-        similarity, index = (
-            found.cpu().numpy() for found in nearest(part, documents, k=width + max_excluded)
-        )
-        number = np.arange(len(part))[:, None] * len(documents) + index
-        parts.append(_without(np.isin(number, own), similarity, index, width))
-    return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+    mask = None
+    if excluded is not None and len(excluded):
+        of_query, of_document = entities or (np.arange(len(query)), np.arange(len(documents)))
+        mask = _mask(excluded, of_query, of_document)
+    similarity, index = (found.cpu().numpy() for found in nearest(query, documents, k=width, mask=mask))
+    return similarity, np.where(np.isneginf(similarity), -1, index)
 
 
 def fuse(*rankings: NDArray[np.integer]) -> NDArray[np.int64]:
@@ -84,19 +84,24 @@ def pair_numbers(pairs: NDArray[np.integer] | None, num_documents: int) -> NDArr
     return np.unique(query * num_documents + document)
 
 
-def _between(numbers: NDArray[np.int64], low: int, high: int) -> NDArray[np.int64]:
-    """Return the sorted numbers in [low, high), minus low."""
-    start, stop = np.searchsorted(numbers, (low, high))
-    return numbers[start:stop] - low
+def _mask(
+    excluded: NDArray[np.integer], of_query: NDArray[np.integer], of_document: NDArray[np.integer]
+) -> Mask:
+    """Return the mask of pairs of entities [num_excluded, 2] for queries and documents of these entities."""
+    pairs = excluded[np.isin(excluded[:, 0], of_query)]
+    pairs = pairs[np.argsort(pairs[:, 0])]
 
+    def mask(queries: slice, documents: slice) -> Tensor:
+        entity, row = np.unique(of_query[queries], return_inverse=True)
+        known, column = np.unique(of_document[documents], return_inverse=True)
+        first, stop = (np.searchsorted(pairs[:, 0], entity, side=side) for side in ("left", "right"))
+        own = np.concatenate([pairs[a:b, 1] for a, b in zip(first, stop, strict=True)])
+        place = np.searchsorted(known, own).clip(max=len(known) - 1)
+        is_here = known[place] == own
+        if not is_here.any():
+            return torch.empty((0, 2), dtype=torch.int64)
+        is_excluded = np.zeros((len(entity), len(known)), np.bool_)
+        is_excluded[np.repeat(np.arange(len(entity)), stop - first)[is_here], place[is_here]] = True
+        return torch.from_numpy(is_excluded.take(column, axis=1).take(row, axis=0)).nonzero()
 
-def _without(
-    is_excluded: NDArray[np.bool_], similarity: NDArray[np.floating], index: NDArray[np.int64], width: int
-) -> Ranking:
-    """Remove excluded entries and keep the first ``width`` columns of arrays [num_queries, k]."""
-    # A stable sort of booleans moves exclusions to the end and keeps the order of the rest.
-    order = is_excluded.argsort(axis=1, kind="stable")[:, :width]
-    is_excluded = np.take_along_axis(is_excluded, order, axis=1)
-    similarity = np.take_along_axis(similarity, order, axis=1)
-    index = np.take_along_axis(index, order, axis=1)
-    return np.where(is_excluded, -np.inf, similarity), np.where(is_excluded, -1, index)
+    return mask

@@ -1,5 +1,6 @@
 """Hard negatives: the documents nearest to each query that are not its positives."""
 
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from raycl.inference.encoder import read_encoders
 from raycl.inference.preflight import check_inputs, check_mining
 from raycl.inference.reading import Values, read_pairs
 from raycl.lease import writing_new
+from raycl.progress import ProgressLine
 from raycl.ray_runtime import connect_cluster, unwrap_ray_errors
 
 QUERIES_PER_TASK = 4_096
@@ -89,6 +91,8 @@ def mine_negatives(
         values = read_pairs(data, columns or ColumnNames(), quiet=quiet)
         connect_cluster(address, debug=debug, quiet_core=True)  # tasks search
         pairs = _Pairs(values)
+        for line in [] if quiet else pairs.known.notices():
+            print(line, file=sys.stderr)
         options: dict[str, Any] = {"gpu": gpu, "address": address, "quiet": quiet, "debug": debug}
         query, document = (
             normalize(embed_values(texts, encoder, title=f"embedding the {name}", **options))
@@ -98,7 +102,7 @@ def mine_negatives(
             )
         )
         with unwrap_ray_errors():
-            ranking = _search_in_tasks(query, document, pairs.known.all(), k=num_negatives + SPARE)
+            ranking = _search_in_tasks(query, document, pairs.known, k=num_negatives + SPARE, quiet=quiet)
         rows, columns_of_pairs = torch.from_numpy(pairs.known.positive).unbind(1)
         similarity = (query[rows] * document[columns_of_pairs]).sum(1).numpy()
         counts = Counter[str]()
@@ -191,23 +195,32 @@ def _weights_of(values: Values) -> dict[tuple[str, str], float]:
     return found
 
 
-def _search_in_tasks(query: Tensor, document: Tensor, matches: NDArray[np.int64], *, k: int) -> Ranking:
-    """Search in tasks of some queries each; the tasks of a node share one copy of the documents.
+def _search_in_tasks(query: Tensor, document: Tensor, known: Matches[str], *, k: int, quiet: bool) -> Ranking:
+    """Search in tasks of some queries each; the tasks of a node share one copy of the documents and of the matches."""
+    of_query, of_document = (np.array(each.entity, np.int64) for each in (known.query, known.document))
+    shared = [ray.put(each) for each in (document.numpy(), of_document, known.of_entities())]
 
-    ``matches`` are in order of queries.
-    """
-    shared = ray.put(document.numpy())
-
-    def find(queries: NDArray[Any], documents: NDArray[Any], excluded: NDArray[np.int64]) -> Ranking:
+    def find(
+        queries: NDArray[Any],
+        of_queries: NDArray[Any],
+        documents: NDArray[Any],
+        of_documents: NDArray[Any],
+        matches: NDArray[Any],
+    ) -> Ranking:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # arrays from Ray's object store are read-only
-            return search(torch.from_numpy(queries), torch.from_numpy(documents), k=k, excluded=excluded)
+            tensors = torch.from_numpy(queries), torch.from_numpy(documents)
+            return search(*tensors, k=k, excluded=matches, entities=(of_queries, of_documents))
 
     task = ray.remote(num_cpus=1)(find)
-    pending = []
-    for first in range(0, len(query), QUERIES_PER_TASK):
-        part = query[first : first + QUERIES_PER_TASK].numpy()
-        start, stop = np.searchsorted(matches[:, 0], (first, first + QUERIES_PER_TASK))
-        pending.append(task.remote(part, shared, matches[start:stop] - np.array([first, 0])))
-    similarity, index = zip(*ray.get(pending), strict=True)
+    parts = [slice(first, first + QUERIES_PER_TASK) for first in range(0, len(query), QUERIES_PER_TASK)]
+    pending = [task.remote(query[part].numpy(), of_query[part], *shared) for part in parts]
+
+    def searched() -> tuple[int, int, str]:
+        ready, _ = ray.wait(pending, num_returns=len(pending), timeout=0, fetch_local=False)
+        return min(len(ready) * QUERIES_PER_TASK, len(query)), len(query), "queries"
+
+    with ProgressLine("searching", searched, quiet=quiet):
+        found = ray.get(pending)
+    similarity, index = zip(*found, strict=True)
     return np.concatenate(similarity), np.concatenate(index)

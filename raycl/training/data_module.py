@@ -223,8 +223,9 @@ def _check_columns(data_sets: Sequence[DataSet]) -> None:
 
 
 def _listed(data_set: DataSet) -> str:
-    named = list(data_set.columns.asked.values())
-    is_in_folders = data_set.has_labels and data_set.columns.label is None
+    columns = data_set.columns_of_file
+    named = list(columns.asked.values())
+    is_in_folders = data_set.has_labels and columns.label is None
     return f"the columns {', '.join(named)}{' and class folders' if is_in_folders else ''}"
 
 

@@ -47,6 +47,7 @@ class DataSet:
         self.dataset: Any = None if self.source else data
         self.num_clicks: int | None = None  # the rows of a click log that became pairs
         self.columns = self.source.columns if self.source else columns_of(self.dataset, column_names(config))
+        self.columns_of_file = self.columns  # before a click log became pairs
         if config.data.kind == "pairs":
             check_pairs(config, self.columns)
             if self.columns.label is not None:

@@ -44,6 +44,8 @@ def read_corpus(job: Job) -> tuple[ray.ObjectRef, ray.ObjectRef, NDArray[np.int6
         assert job.tokenizer is not None, "documents are texts, which have a tokenizer"
         load = partial(_training_rows, job)
         built = corpus_of_run(job.config, job.tokenizer, load, load())
+        for line in built.matches.notices() if job.config.data.kind == "pairs" else []:
+            job.coordinator.add_notice.remote(line)
         return built.corpus, built.matches, built.corpus.bank_id
 
     task: Any = ray.remote(num_cpus=0, num_returns=3)(build)

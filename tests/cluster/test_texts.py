@@ -269,14 +269,13 @@ def test_a_train_set_adds_documents_and_its_matches_are_excluded(
 
 
 def test_mined_negatives_exclude_matches_and_are_used_in_training(
-    click_run: tuple[Path, raycl.RunResult], click_log: Path, tmp_path: Path
+    click_run: tuple[Path, raycl.RunResult], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [row for row in clicks() if row["query_id"] not in ("invalid", "graded")]
     data, mined = tmp_path / "pairs.parquet", tmp_path / "mined.parquet"
     pq.write_table(pa.Table.from_pylist(rows), data)
-    summary = raycl.mine(
-        str(click_run[0]), str(data), str(mined), num_negatives=3, max_relative_score=1.0, quiet=True
-    )
+    summary = raycl.mine(str(click_run[0]), str(data), str(mined), num_negatives=3, max_relative_score=1.0)
+    assert f"searching {NUM_QUERIES}/{NUM_QUERIES}  queries" in capsys.readouterr().err
     table = pq.read_table(mined)
     assert summary.num_pairs == len(table) == NUM_QUERIES
     explicit = {row["query"]: [] for row in rows}
