@@ -17,6 +17,7 @@ from raycl.evaluation import knn, metrics, nearest
 from raycl.evaluation import search as search_module
 from raycl.evaluation.metrics import average_precision, retrieval_scores
 from raycl.evaluation.search import fuse, search
+from tests.pretend_gpu import pretend_gpu
 
 Positions = NDArray[np.int64]
 
@@ -196,6 +197,15 @@ def test_excluded_entities_are_the_pairs_of_all_their_queries_and_documents(
     found = search(query, documents, k=30, excluded=matches, entities=(of_query, of_document))
     expected = search(query, documents, k=30, excluded=rows(*pairs))
     assert (found[1] == -1).any()
+    np.testing.assert_array_equal(found[1], expected[1])
+    np.testing.assert_array_equal(found[0], expected[0])
+
+
+def test_a_device_finds_what_a_cpu_finds() -> None:
+    query, documents, excluded = draw(23, 6, seed=0), draw(41, 6, seed=1), rows([2, 3], [2, 4], [7, 0])
+    expected = search(query, documents, k=5, excluded=excluded)
+    with pretend_gpu():
+        found = search(query.cuda(), documents.cuda(), k=5, excluded=excluded)
     np.testing.assert_array_equal(found[1], expected[1])
     np.testing.assert_array_equal(found[0], expected[0])
 

@@ -102,7 +102,9 @@ def mine_negatives(
             )
         )
         with unwrap_ray_errors():
-            ranking = _search_in_tasks(query, document, pairs.known, k=num_negatives + SPARE, quiet=quiet)
+            ranking = _search_in_tasks(
+                query, document, pairs.known, k=num_negatives + SPARE, gpu=gpu, quiet=quiet
+            )
         rows, columns_of_pairs = torch.from_numpy(pairs.known.positive).unbind(1)
         similarity = (query[rows] * document[columns_of_pairs]).sum(1).numpy()
         counts = Counter[str]()
@@ -195,26 +197,15 @@ def _weights_of(values: Values) -> dict[tuple[str, str], float]:
     return found
 
 
-def _search_in_tasks(query: Tensor, document: Tensor, known: Matches[str], *, k: int, quiet: bool) -> Ranking:
+def _search_in_tasks(
+    query: Tensor, document: Tensor, known: Matches[str], *, k: int, gpu: bool, quiet: bool
+) -> Ranking:
     """Search in tasks of some queries each; the tasks of a node share one copy of the documents and of the matches."""
     of_query, of_document = (np.array(each.entity, np.int64) for each in (known.query, known.document))
     shared = [ray.put(each) for each in (document.numpy(), of_document, known.of_entities())]
-
-    def find(
-        queries: NDArray[Any],
-        of_queries: NDArray[Any],
-        documents: NDArray[Any],
-        of_documents: NDArray[Any],
-        matches: NDArray[Any],
-    ) -> Ranking:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # arrays from Ray's object store are read-only
-            tensors = torch.from_numpy(queries), torch.from_numpy(documents)
-            return search(*tensors, k=k, excluded=matches, entities=(of_queries, of_documents))
-
-    task = ray.remote(num_cpus=1)(find)
+    task = ray.remote(num_cpus=1, num_gpus=int(gpu))(_find)
     parts = [slice(first, first + QUERIES_PER_TASK) for first in range(0, len(query), QUERIES_PER_TASK)]
-    pending = [task.remote(query[part].numpy(), of_query[part], *shared) for part in parts]
+    pending = [task.remote(k, gpu, query[part].numpy(), of_query[part], *shared) for part in parts]
 
     def searched() -> tuple[int, int, str]:
         ready, _ = ray.wait(pending, num_returns=len(pending), timeout=0, fetch_local=False)
@@ -224,3 +215,20 @@ def _search_in_tasks(query: Tensor, document: Tensor, known: Matches[str], *, k:
         found = ray.get(pending)
     similarity, index = zip(*found, strict=True)
     return np.concatenate(similarity), np.concatenate(index)
+
+
+def _find(
+    k: int,
+    use_gpu: bool,
+    queries: NDArray[Any],
+    of_queries: NDArray[Any],
+    documents: NDArray[Any],
+    of_documents: NDArray[Any],
+    matches: NDArray[Any],
+) -> Ranking:
+    """Search on the task's device; ``matches`` of entities are not found."""
+    device = "cuda" if use_gpu else "cpu"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # arrays from Ray's object store are read-only
+        tensors = [torch.from_numpy(each).to(device) for each in (queries, documents)]
+    return search(*tensors, k=k, excluded=matches, entities=(of_queries, of_documents))

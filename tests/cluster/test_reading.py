@@ -32,6 +32,8 @@ from raycl.data.sources import find_source
 from raycl.data.streaming import StreamingSampler, stream_source
 from raycl.data.texts import TextFormat
 from raycl.errors import ConfigError, DataError, StorageError
+from raycl.inference.embed import embed_dataset
+from raycl.inference.encoder import read_encoder
 from raycl.preparation import pack_rows
 from raycl.ray_runtime import connect_cluster, wait_for_gpu
 from raycl.recipes import recipe
@@ -549,3 +551,9 @@ def test_a_missing_gpu_is_refused_after_the_wait(capsys: pytest.CaptureFixture[s
         wait_for_gpu(0.2)
     assert capsys.readouterr().err.startswith("the cluster has no GPU yet; waiting up to")
     assert not [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
+
+
+def test_embedding_on_gpus_is_accepted_by_ray_data(tmp_path: Path) -> None:
+    run = write_images_run(tmp_path / "run", "resnet10", stem="small", channels=1, image_size=16)
+    rows = ray.data.from_arrow(pa.table({"sample_id": [0]}))
+    assert embed_dataset(rows, read_encoder(run), gpu=True).columns is not None
