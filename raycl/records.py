@@ -180,8 +180,8 @@ def write_result(output: Place, result: Mapping[str, Any]) -> None:
 
 
 def read_result(output: Place) -> dict[str, Any]:
-    """Return ``result.json`` of ``output``."""
-    return with_new_names(json.loads((output / RESULT).read_text()))
+    """Return ``result.json`` of ``output``; raises ``DataError`` if it is damaged."""
+    return with_new_names(read_object(output / RESULT))
 
 
 def read_object(place: Place, *, remedy: str = "") -> dict[str, Any]:
@@ -193,6 +193,11 @@ def read_object(place: Place, *, remedy: str = "") -> dict[str, Any]:
     except ValueError as error:
         raise DataError(f"{place} is damaged: {error}{remedy}") from None
     return found
+
+
+def as_object(value: Any) -> dict[str, Any]:
+    """Return an object in a file of JSON, an empty one in place of anything else."""
+    return value if isinstance(value, dict) else {}
 
 
 def _is_full(error: BaseException | None) -> bool:

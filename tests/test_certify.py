@@ -249,6 +249,32 @@ def test_a_changed_result_is_found(change: dict[str, Any], says: str, copy: Path
     assert says in str(found)
 
 
+@pytest.mark.parametrize("final", [None, [], "knn_top1"])
+def test_a_result_without_its_metrics_is_found(final: Any, copy: Path) -> None:
+    rewritten(copy / CHAIN, lambda links: links[-1].update(final={"knn_top1": 0.5}))
+    with_new_hashes(copy)
+    result = json.loads((copy / "result.json").read_text())
+    (copy / "result.json").write_text(json.dumps(result | {"final": final}))
+    found = raycl.certify(copy, steps=0)
+    assert failed(found) == ["chain"]
+    assert "knn_top1 is 0.5 in chain.jsonl, and None in result.json" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *[(name, content) for name in ("result.json", "data.json") for content in ("", "[]", '{"steps": ')],
+        ("data.json", "{}"),
+        ("data.json", '{"num_rows": "many"}'),
+    ],
+)
+def test_a_damaged_file_is_named_in_one_line(name: str, content: str, copy: Path) -> None:
+    (copy / name).write_text(content)
+    with pytest.raises(DataError, match=rf"{name} is damaged: .*") as caught:
+        raycl.certify(copy, steps=0)
+    assert "\n" not in str(caught.value)
+
+
 def test_an_unfinished_run_is_certified_up_to_its_last_checkpoint(copy: Path) -> None:
     (copy / "result.json").write_text(json.dumps({"status": "stopped"}))
     lines = (copy / CHAIN).read_text().splitlines()
