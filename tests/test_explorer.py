@@ -438,6 +438,34 @@ def test_an_unanswered_request_to_a_bank_is_retried_immediately(
     assert live.stats().newest_step == 5
 
 
+def test_queries_that_wait_together_for_a_lost_bank_wait_once() -> None:
+    arrived, num_tries = threading.Barrier(4), list[int]()
+
+    def connect() -> Bank:
+        num_tries.append(1)
+        time.sleep(0.5)  # a shard reads its snapshot
+        raise RunError("the bank does not answer")
+
+    bank, errors = ReconnectingBank(connect), list[str]()
+
+    def ask() -> None:
+        arrived.wait()
+        with pytest.raises(RunError) as caught:
+            bank.ask(lambda each: each.draw(1))
+        errors.append(str(caught.value))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert errors == ["the bank does not answer"] * 4
+    assert len(num_tries) == 1
+    with pytest.raises(RunError):
+        bank.ask(lambda each: each.draw(1))
+    assert len(num_tries) == 2  # a later one tries again
+
+
 def test_concurrent_requests_for_pictures_read_the_ids_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
