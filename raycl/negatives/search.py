@@ -6,8 +6,9 @@ from typing import final
 
 import numpy as np
 
+from raycl.arguments import check_type
 from raycl.display import Displayable, Table
-from raycl.errors import ConfigError
+from raycl.errors import ConfigError, first_line
 from raycl.negatives.store import Negatives
 
 
@@ -91,11 +92,21 @@ def checked_query(query: np.ndarray, k: int, *, dim: int) -> np.ndarray:
     """Return unit queries, float32 [n, dim], of one [dim] or several [n, dim].
 
     Raises:
-        ConfigError: Another dim, NaN or infinite values, only zeros, or ``k`` below 1.
+        ConfigError: No array of numbers, another dim, NaN or infinite values, only zeros, or ``k`` below 1.
     """
+    check_type("k", k, int)
     if k < 1:
         raise ConfigError(f"cannot look for {k} neighbors; ask for k of at least 1")
-    queries = np.atleast_2d(np.asarray(query))
+    try:
+        queries = np.atleast_2d(np.asarray(query))
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # rows of several lengths, a tensor with a gradient
+        raise ConfigError(
+            f"the query is no array of numbers: {first_line(error)}; of a tensor, give .detach().cpu().float().numpy()"
+        ) from error
     if queries.ndim != 2 or queries.shape[1] != dim:
         raise ConfigError(
             f"the query does not fit the bank: it came as {list(np.shape(query))}; give [{dim}] or [n, {dim}]"
