@@ -321,9 +321,10 @@ def test_a_longer_run_whose_workers_did_not_start_is_certified_once_they_do(copy
     assert found.is_valid, str(found)
 
 
-def test_a_damaged_log_is_one_line(copy: Path) -> None:
+@pytest.mark.parametrize("line", ['{"step": ', "3", "[]", "{}", '{"step": "9"}'])
+def test_a_damaged_log_is_one_line(line: str, copy: Path) -> None:
     with (copy / "metrics.jsonl").open("a") as log:
-        log.write('{"step": ')
+        log.write(line)
     with pytest.raises(DataError, match=r"line 18 of .*metrics.jsonl is damaged"):
         raycl.certify(copy)
 
@@ -521,7 +522,7 @@ def test_a_certificate_is_written_and_checked_by_the_commands(copy: Path) -> Non
         raycl.check_certificate(elsewhere)
     # The run changes.
     with (copy / "metrics.jsonl").open("a") as log:
-        log.write("{}\n")
+        log.write('{"step": 17}\n')
     done = runner.invoke(app, ["certify", "--check", str(file)])
     assert done.exit_code == 1
     assert "metrics.jsonl is not the file that was certified" in done.output
