@@ -178,6 +178,17 @@ def test_a_baseline_without_shared_words_is_unknown(tmp_path: Path) -> None:
     assert "mean" in str(found)
 
 
+def test_sentences_without_words_are_evaluated_without_a_baseline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(small_config("simcse"), tmp_path / "run")
+    pairs = {"sentence1": ["+", "-", "="], "sentence2": ["+", "*", "/"], "score": [3, 2, 1]}
+    pq.write_table(pa.table(pairs), tmp_path / "test")
+    found = evaluate_sts(run=str(tmp_path / "run"), test=str(tmp_path / "test"), quiet=True)
+    assert "mean" in found and "baseline" not in found
+    assert "raycl: no baseline of words: the pairs have no words" in capsys.readouterr().err
+
+
 def test_the_files_that_are_not_read_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(small_config("simcse"), tmp_path / "run")
     pairs = {"sentence1": ["a b", "b c"], "sentence2": ["a", "b c"], "score": [2, 3]}

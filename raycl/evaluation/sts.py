@@ -1,5 +1,6 @@
 """Evaluation by sentence similarity (STS): the rank correlation of cosines and human scores."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -41,7 +42,7 @@ def evaluate_sts(
     ``test`` is of any format that a run reads, with the columns ``sentence1``, ``sentence2``, ``score`` and
     optionally ``dataset``. The ``baseline`` is the cosine of TF-IDF, with document frequencies from the column ``text``
     of ``train``, or without it from the sentences themselves; it is None for a data set in which no pair
-    shares a word. Raises ``DataError`` for a missing column, or an invalid sentence or score.
+    shares a word, and left out, with a line on stderr, if no sentence has one. Raises ``DataError`` for a missing column, or an invalid sentence or score.
     """
     (saved,) = read_encoders(run, ["query"])
     if saved.takes_images:
@@ -64,7 +65,11 @@ def evaluate_sts(
     result = EvaluationResult({"measure": "sts", **sts_scores(similarity, pairs.score, pairs.dataset)})
     result.update({"num_train": 0 if train is None else len(corpus), "num_test": len(left)})
     if baseline:
-        shared_words = tfidf_similarity(left, right, corpus).round(_DIGITS)
+        try:
+            shared_words = tfidf_similarity(left, right, corpus).round(_DIGITS)
+        except DataError as error:  # the encoder's results need no words
+            print(f"raycl: no baseline of words: {error}", file=sys.stderr)
+            return result
         result["baseline"] = {
             "tfidf": sts_scores(shared_words, pairs.score, pairs.dataset, may_be_equal=True)
         }
