@@ -40,8 +40,8 @@ def linear_accuracy(
 
     ``train`` and ``test`` are [num_rows, dim], the labels [num_rows], any integers. Columns are
     standardized by the statistics of the training rows. The classifier is multinomial logistic regression
-    (L-BFGS, float32) with loss = mean cross-entropy + weight_decay / 2 * |W|^2, at any size of the set
-    (scikit-learn's C is 1 / (weight_decay * num_rows)).
+    (L-BFGS, float32), of two classes with a single vector of weights W, with loss = mean cross-entropy +
+    weight_decay / 2 * |W|^2, at any size of the set (scikit-learn's C is 1 / (weight_decay * num_rows)).
 
     The probe chooses a weight decay of 0.1, 0.01, 0.001 or 0.0001 by the accuracy on a held-out fifth of
     each class of **train**, then fits on all of train; the test rows choose nothing. ``labels_per_class``
