@@ -7,9 +7,9 @@ name have the same files in ``OUTPUT/portrait/``.
 
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from raycl.errors import DataError
 from raycl.storage import Place, check_plain
+
+Content = TypeVar("Content")
 
 FOLDER, OLD_FOLDER = "embedding_snapshots", "portrait"
 SAMPLES, FIRST, LATEST = "samples.parquet", "first.parquet", "latest.parquet"
@@ -68,16 +70,7 @@ def write_probe_set(output: Place, probes: ProbeSet) -> None:
 
 def read_probe_set(output: Place) -> ProbeSet | None:
     """Return the samples, or None if a run has no snapshot; raises ``DataError`` for a damaged file."""
-    found = _read(output, SAMPLES)
-    if found is None:
-        return None
-    table, metadata = found
-    return ProbeSet(
-        sample_id=table["sample_id"].to_numpy(),
-        label=table["label"].to_numpy(),
-        contents={name: table[name].to_pylist() for name in table.column_names[2:]},
-        held_out=bool(metadata["held_out"]),
-    )
+    return _read(output, SAMPLES, _probe_set)
 
 
 def write_snapshot(output: Place, name: str, snapshot: EmbeddingSnapshot) -> None:
@@ -94,10 +87,25 @@ def write_snapshot(output: Place, name: str, snapshot: EmbeddingSnapshot) -> Non
 
 def read_snapshot(output: Place, name: str) -> EmbeddingSnapshot | None:
     """Return ``FIRST`` or ``LATEST``, or None if it does not exist; raises ``DataError`` for a damaged file."""
-    found = _read(output, name)
-    if found is None:
-        return None
-    table, metadata = found
+    return _read(output, name, _snapshot)
+
+
+def count_cosines(cosines: NDArray[np.floating[Any]]) -> NDArray[np.int64]:
+    """Return the counts per bin; cosines that rounding moved outside count in the outer bins, NaN nowhere."""
+    finite = cosines[np.isfinite(cosines)]
+    return np.histogram(np.clip(finite, -1.0, 1.0), EDGES)[0].astype(np.int64)
+
+
+def _probe_set(table: pa.Table, metadata: Mapping[str, Any]) -> ProbeSet:
+    return ProbeSet(
+        sample_id=table["sample_id"].to_numpy(),
+        label=table["label"].to_numpy(),
+        contents={name: table[name].to_pylist() for name in table.column_names[2:]},
+        held_out=bool(metadata["held_out"]),
+    )
+
+
+def _snapshot(table: pa.Table, metadata: Mapping[str, Any]) -> EmbeddingSnapshot:
     counts = {side: np.array(values, np.int64) for side, values in metadata["similarities"].items()}
     return EmbeddingSnapshot(
         step=metadata["step"],
@@ -105,12 +113,6 @@ def read_snapshot(output: Place, name: str) -> EmbeddingSnapshot | None:
         key=_rows(table["key"]) if "key" in table.column_names else None,
         similarities=Similarities(**counts),
     )
-
-
-def count_cosines(cosines: NDArray[np.floating[Any]]) -> NDArray[np.int64]:
-    """Return the counts per bin; cosines that rounding moved outside count in the outer bins, NaN nowhere."""
-    finite = cosines[np.isfinite(cosines)]
-    return np.histogram(np.clip(finite, -1.0, 1.0), EDGES)[0].astype(np.int64)
 
 
 def _rows(column: pa.ChunkedArray) -> NDArray[np.float16]:
@@ -124,20 +126,20 @@ def _write(place: Place, table: pa.Table, metadata: Mapping[str, Any]) -> None:
     place.write_bytes(stream.getvalue())
 
 
-def _read(output: Place, name: str) -> tuple[pa.Table, dict[str, Any]] | None:
+def _read(output: Place, name: str, parse: Callable[[pa.Table, Any], Content]) -> Content | None:
     for place in (output / FOLDER / name, output / OLD_FOLDER / name):
         if place.exists():
-            return _read_parquet(place)
+            return _parsed(place, parse)
     return None
 
 
-def _read_parquet(place: Place) -> tuple[pa.Table, dict[str, Any]]:
+def _parsed(place: Place, parse: Callable[[pa.Table, Any], Content]) -> Content:
     content = place.read_bytes()
     try:
         check_plain(pq.read_schema(io.BytesIO(content)), place.uri)
         table = pq.read_table(io.BytesIO(content))
-        return table, json.loads((table.schema.metadata or {})[b"raycl"])
-    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+        return parse(table, json.loads((table.schema.metadata or {})[b"raycl"]))
+    except (pa.ArrowException, OSError, LookupError, ValueError, TypeError, AttributeError) as error:
         raise DataError(
             f"{place} is not an embedding snapshot of raycl: {' '.join(str(error).split())[:200]}; remove it to "
             "write the report without it"

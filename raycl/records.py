@@ -94,10 +94,10 @@ def read_metrics(output: Place) -> list[dict[str, Any]]:
     """
     if not (output / METRICS).exists():
         return []
-    return [
-        with_new_names(_parsed(line, f"line {number} of {output / METRICS}"))
-        for number, line in enumerate((output / METRICS).read_text().splitlines(), 1)
-    ]
+    lines = list(map(read_line, (output / METRICS).read_text().splitlines()))
+    if None in lines:
+        raise DataError(f"line {lines.index(None) + 1} of {output / METRICS} is damaged: remove or repair it")
+    return [line for line in lines if line is not None]
 
 
 def read_line(line: str | bytes) -> dict[str, Any] | None:
@@ -109,13 +109,6 @@ def read_line(line: str | bytes) -> dict[str, Any] | None:
         return None
     is_valid = isinstance(numbers[0], int) and all(isinstance(each, int | float) for each in numbers)
     return values if is_valid else None
-
-
-def _parsed(line: str, name: str) -> dict[str, Any]:
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{name} is damaged: {error}") from None
 
 
 def wall_seconds(output: Place) -> float:
@@ -180,8 +173,8 @@ def write_result(output: Place, result: Mapping[str, Any]) -> None:
 
 
 def read_result(output: Place) -> dict[str, Any]:
-    """Return ``result.json`` of ``output``."""
-    return with_new_names(json.loads((output / RESULT).read_text()))
+    """Return ``result.json`` of ``output``; raises ``DataError`` if it is damaged."""
+    return with_new_names(read_object(output / RESULT))
 
 
 def read_object(place: Place, *, remedy: str = "") -> dict[str, Any]:
@@ -193,6 +186,11 @@ def read_object(place: Place, *, remedy: str = "") -> dict[str, Any]:
     except ValueError as error:
         raise DataError(f"{place} is damaged: {error}{remedy}") from None
     return found
+
+
+def as_object(value: Any) -> dict[str, Any]:
+    """Return an object in a file of JSON, an empty one in place of anything else."""
+    return value if isinstance(value, dict) else {}
 
 
 def _is_full(error: BaseException | None) -> bool:

@@ -525,8 +525,9 @@ INACTIVE = {  # a recipe and a setting, and a part of the error
     "instance_discrimination augment.views=[{count: 2}]": (
         "augment.views acts only with key tower or momentum_encoder, and this run has key memory_bank; remove it"
     ),
-    "simcse augment.views=[{count: 2}]": "augment.views acts only with data.kind image or image_text, and this",
+    "simcse augment.views=[{count: 2}]": "augment.views acts only with data.kind image, and this run has data.kind text",
     "clip augment.views=[{count: 2}]": "augment.views acts only with data.kind image, and this run has data.kind",
+    "simclr text.max_document_length=9": "text.max_document_length acts only with data.kind pairs, and this run",
     "simclr text.max_length=64": "text.max_length acts only with",
     "simclr optimizer.betas=[0.5, 0.5]": "betas acts only with optimizer.name adamw or muon, and this run",
     "simclr data.columns.query=q": "data.columns.query acts only with data.kind pairs",
@@ -541,7 +542,7 @@ INACTIVE = {  # a recipe and a setting, and a part of the error
     "simclr accelerator=H100": "accelerator acts only with gpu true, and this run has gpu false",
     "simclr stages.0.bias=-3": "stages.0.bias acts only with loss siglip",
     "moco_v2 bank.shards=3": "or negatives.mined.num 1 or more, and this run has negatives.store queue",
-    "two_tower bank.location=worker": "negatives.store queue, memory_bank or partition, or negatives.mined.num 1 or",
+    "two_tower bank.location=worker": "negatives.store queue, memory_bank or partition, and this run has",
     "two_tower negatives.mined.refresh=50": "negatives.mined.refresh acts only with negatives.mined.num 1 or more; remove",
     "simclr negatives.mined.num=2": "negatives.mined.num acts only with data.kind text, image_text or pairs, and this",
     "esimcse negatives.mined.num=2": "negatives.mined.num acts only with key tower, and this run has key momentum_encoder",

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -501,9 +502,14 @@ def test_an_export_neither_joins_another_one_nor_leaves_a_part(
         (np.array(["a"] * 4), 3, "not finite numbers"),
         (np.zeros(4), 3, "all zeros"),
         (np.ones(4), 0, "cannot look for 0 neighbors"),
+        (np.ones(4), 2.5, "k must be a whole number, came 2.5"),
+        (np.ones(4), "3", "k must be a whole number, came '3'"),
+        ([[1, 2, 3, 4], [1]], 3, "no array of numbers: setting an array element"),
+        (torch.ones(4, requires_grad=True), 3, r"no array of numbers: .*give .detach\(\).cpu\(\).float\(\)"),
+        (torch.ones(4, dtype=torch.bfloat16), 3, "no array of numbers: .*BFloat16"),
     ],
 )
-def test_invalid_queries_are_refused_in_one_line(query: np.ndarray, k: int, message: str) -> None:
+def test_invalid_queries_are_refused_in_one_line(query: Any, k: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         checked_query(query, k, dim=4)
     message_of(error)

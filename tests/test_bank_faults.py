@@ -5,7 +5,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
+from raycl.data.columns import ColumnNames
 from raycl.errors import ConfigError, RayclError, RunError, ShardAwayError, StorageError
 from raycl.negatives import KeyQueue, MemoryBank, Negatives, rpc, start
 from raycl.negatives.actor import BankActor, MemoryBankActor, QueueActor
@@ -25,6 +26,7 @@ from raycl.negatives.snapshot import Current, read_current, shard_place, write_c
 from raycl.negatives.spec import BankSpec
 from raycl.negatives.start import start_bank
 from raycl.negatives.store import concatenate
+from raycl.serve.target import ServeTarget
 from raycl.storage import Place
 
 DIM = 3
@@ -327,6 +329,26 @@ def test_connecting_waits_for_a_shard_that_restarts(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("raycl.negatives.bank.ray", SimpleNamespace(get_actor=lambda *name: actor))
     found = connect_bank("bank")
     assert (found.spec, found.actors) == (spec, [actor])
+
+
+def test_the_explorer_waits_shorter_for_a_shard_that_reads_its_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, timeouts = a_spec("memory_bank", tmp_path), list[float]()
+
+    def get(answer: Any, timeout: float) -> Any:
+        timeouts.append(timeout)
+        return answer
+
+    actor = SimpleNamespace(spec=SimpleNamespace(remote=lambda: spec))
+    monkeypatch.setattr(rpc, "ray", SimpleNamespace(get=get))
+    monkeypatch.setattr("raycl.negatives.bank.list_banks", lambda address: ["bank"])
+    monkeypatch.setattr("raycl.negatives.bank.ray", SimpleNamespace(get_actor=lambda *name: actor))
+    names: dict[str, Any] = {"bank": "bank", "run": str(tmp_path), "data": None, "token": "", "trusted": ""}
+    target = ServeTarget(**names, queries=(), columns=ColumnNames(), max_pixels=1)
+    waits = target.explorer().bank.ask(lambda bank: cast("Bank", bank).timeout_s())
+    assert waits == 8 < connect_bank("bank").timeout_s() == spec.timeout_s
+    assert timeouts == [8, 30]
 
 
 class FailingStorage:

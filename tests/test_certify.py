@@ -249,6 +249,32 @@ def test_a_changed_result_is_found(change: dict[str, Any], says: str, copy: Path
     assert says in str(found)
 
 
+@pytest.mark.parametrize("final", [None, [], "knn_top1"])
+def test_a_result_without_its_metrics_is_found(final: Any, copy: Path) -> None:
+    rewritten(copy / CHAIN, lambda links: links[-1].update(final={"knn_top1": 0.5}))
+    with_new_hashes(copy)
+    result = json.loads((copy / "result.json").read_text())
+    (copy / "result.json").write_text(json.dumps(result | {"final": final}))
+    found = raycl.certify(copy, steps=0)
+    assert failed(found) == ["chain"]
+    assert "knn_top1 is 0.5 in chain.jsonl, and None in result.json" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *[(name, content) for name in ("result.json", "data.json") for content in ("", "[]", '{"steps": ')],
+        ("data.json", "{}"),
+        ("data.json", '{"num_rows": "many"}'),
+    ],
+)
+def test_a_damaged_file_is_named_in_one_line(name: str, content: str, copy: Path) -> None:
+    (copy / name).write_text(content)
+    with pytest.raises(DataError, match=rf"{name} is damaged: .*") as caught:
+        raycl.certify(copy, steps=0)
+    assert "\n" not in str(caught.value)
+
+
 def test_an_unfinished_run_is_certified_up_to_its_last_checkpoint(copy: Path) -> None:
     (copy / "result.json").write_text(json.dumps({"status": "stopped"}))
     lines = (copy / CHAIN).read_text().splitlines()
@@ -295,9 +321,10 @@ def test_a_longer_run_whose_workers_did_not_start_is_certified_once_they_do(copy
     assert found.is_valid, str(found)
 
 
-def test_a_damaged_log_is_one_line(copy: Path) -> None:
+@pytest.mark.parametrize("line", ['{"step": ', "3", "[]", "{}", '{"step": "9"}'])
+def test_a_damaged_log_is_one_line(line: str, copy: Path) -> None:
     with (copy / "metrics.jsonl").open("a") as log:
-        log.write('{"step": ')
+        log.write(line)
     with pytest.raises(DataError, match=r"line 18 of .*metrics.jsonl is damaged"):
         raycl.certify(copy)
 
@@ -495,7 +522,7 @@ def test_a_certificate_is_written_and_checked_by_the_commands(copy: Path) -> Non
         raycl.check_certificate(elsewhere)
     # The run changes.
     with (copy / "metrics.jsonl").open("a") as log:
-        log.write("{}\n")
+        log.write('{"step": 17}\n')
     done = runner.invoke(app, ["certify", "--check", str(file)])
     assert done.exit_code == 1
     assert "metrics.jsonl is not the file that was certified" in done.output

@@ -438,6 +438,34 @@ def test_an_unanswered_request_to_a_bank_is_retried_immediately(
     assert live.stats().newest_step == 5
 
 
+def test_queries_that_wait_together_for_a_lost_bank_wait_once() -> None:
+    arrived, num_tries = threading.Barrier(4), list[int]()
+
+    def connect() -> Bank:
+        num_tries.append(1)
+        time.sleep(0.5)  # a shard reads its snapshot
+        raise RunError("the bank does not answer")
+
+    bank, errors = ReconnectingBank(connect), list[str]()
+
+    def ask() -> None:
+        arrived.wait()
+        with pytest.raises(RunError) as caught:
+            bank.ask(lambda each: each.draw(1))
+        errors.append(str(caught.value))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert errors == ["the bank does not answer"] * 4
+    assert len(num_tries) == 1
+    with pytest.raises(RunError):
+        bank.ask(lambda each: each.draw(1))
+    assert len(num_tries) == 2  # a later one tries again
+
+
 def test_concurrent_requests_for_pictures_read_the_ids_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -659,6 +687,26 @@ def test_embeddings_are_read_and_measured_without_copies_of_all_rows(
     tracemalloc.stop()
     assert found.stats().norm_max == pytest.approx(1)
     assert peak < 2.5 * rows.nbytes  # with an empty array, whose memory is used when the parts are freed
+
+
+def test_queries_of_saved_rows_do_not_measure_the_rows_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saved_bank, "ROWS_PER_GROUP", 64)
+    rng, ids = np.random.default_rng(0), np.arange(200) * 3
+    rows = (rng.standard_normal((200, 8)) * rng.uniform(0.01, 50, (200, 1))).astype(np.float16)
+    rows[7] = 0
+    step = np.where(np.arange(200) % 5, 4, -1)  # a fifth was never written
+    spec = BankSpec(name="test", kind="memory_bank", dim=8, capacity=200, output=str(tmp_path))
+    saved = saved_bank.SavedBank(spec, Negatives(rows, ids, step), "memory_bank")
+    monkeypatch.setattr("raycl.negatives.search.row_lengths", None)
+    query = rng.standard_normal(8)
+    found = saved.nearest(query, 200)[0]
+    exact = rows.astype(np.float64)
+    cosines = exact @ query / np.maximum(np.linalg.norm(exact, axis=1) * np.linalg.norm(query), 1e-12)
+    order = np.argsort(-cosines[step >= 0], kind="stable")
+    assert found.sample_id.tolist() == ids[step >= 0][order].tolist()
+    np.testing.assert_allclose(found.similarity, cosines[step >= 0][order], atol=1e-6)
 
 
 def test_rows_that_are_not_finite_are_neighbors_of_no_sample(tmp_path: Path) -> None:

@@ -226,6 +226,12 @@ def test_knn_classifies_digits_with_200_neighbors_at_temperature_007(digits: tup
         ({"temperature": float("nan")}, ConfigError, "must be positive, got nan"),
         ({"bank": torch.ones(0, 2), "bank_label": torch.ones(0).long()}, DataError, "is empty"),
         ({"bank_label": torch.arange(4) - 1}, DataError, "must be 0 or more, got -1"),
+        (
+            {"bank_label": torch.arange(5)},
+            DataError,
+            r"bank_label must be integers \[4\], .* got torch.int64 \[5\]",
+        ),
+        ({"bank_label": torch.arange(4) + 0.5}, DataError, r"must be integers \[4\], .* got torch.float32"),
         ({"bank": torch.full((4, 2), torch.nan)}, DataError, "bank has rows .* not finite"),
         ({"query": torch.full((4, 2), torch.inf)}, DataError, "query has rows .* not finite"),
     ],
@@ -248,6 +254,16 @@ def test_zero_queries_have_no_neighbors_and_their_accuracy_is_an_error() -> None
     assert knn_predict(bank[:0], bank, label).shape == (0,)
     with pytest.raises(DataError, match="the set of queries is empty"):
         knn_accuracy(bank[:0], label[:0], bank, label)
+
+
+@pytest.mark.parametrize("accuracy", [knn_accuracy, linear_accuracy])
+def test_labels_of_another_shape_are_refused(accuracy: Callable[..., float]) -> None:
+    rows, label = blobs(30)
+    for wrong in (label[:, None], label[:1], label.float()):
+        with pytest.raises(DataError, match=rf"_label must be integers \[{len(rows)}\], one for each row"):
+            accuracy(rows, label, rows, wrong)
+        with pytest.raises(DataError, match=rf"_label must be integers \[{len(rows)}\], one for each row"):
+            accuracy(rows, wrong, rows, label)
 
 
 def test_knn_does_not_import_scikit_learn() -> None:

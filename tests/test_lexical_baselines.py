@@ -117,6 +117,14 @@ def test_a_document_without_a_word_of_the_query_is_not_found(search: Callable[..
 
 
 @both_searches
+def test_texts_without_spaces_are_found_by_their_characters(search: Callable[..., Any]) -> None:
+    documents = ["高血圧の薬と副作用", "红色的运动鞋v2", "蓝色的帽子", "カタカナ 한국어"]
+    queries = ["红鞋", "くすりの副作用", "V2", "帽", "カナ", "한국"]
+    _, found = search(queries, documents, k=1)
+    assert found[:, 0].tolist() == [1, 0, 1, 2, -1, -1]
+
+
+@both_searches
 def test_equal_documents_are_ordered_by_position(search: Callable[..., Any]) -> None:
     documents = ["dog", "cat sat", "cat", "cat", "dog", "cat", "cat"]
     assert search(["cat"], documents, k=3)[1].tolist() == [[2, 3, 5]]

@@ -87,6 +87,16 @@ def test_a_run_of_epochs_that_has_not_finished_has_the_steps_of_its_log(tmp_path
     assert (run.step, run.num_steps) == (120, 300)
 
 
+def test_a_result_whose_metrics_are_damaged_hides_no_other_run(tmp_path: Path) -> None:
+    for name, final in {"damaged": "knn_top1", "other": {"knn_top1": 0.5}}.items():
+        folder = write_run(tmp_path / name, [])
+        (folder / "result.json").write_text(json.dumps({"status": "finished", "final": final}))
+    assert {run.name.rpartition("/")[2]: run.best for run in raycl.list_runs(tmp_path)} == {
+        "damaged": None,
+        "other": 0.5,
+    }
+
+
 def test_a_run_without_log_and_a_damaged_one_are_listed(tmp_path: Path) -> None:
     new = write_run(tmp_path / "new", [])
     (new / "metrics.jsonl").unlink()

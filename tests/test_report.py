@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -444,6 +446,28 @@ def test_a_damaged_snapshot_is_reported_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "embedding_snapshots" / "latest.parquet").write_bytes(b"nothing")
     with pytest.raises(DataError, match=r"latest.parquet is not an embedding snapshot"):
         write_report(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["samples", "first", "latest"])
+@pytest.mark.parametrize(
+    ("columns", "metadata"),
+    [
+        ({"id": [1, 2]}, {}),
+        ({"id": [1, 2]}, {"held_out": True, "step": 3, "similarities": {}}),
+        ({"sample_id": [1, 2], "label": [0, 1], "embedding": [[1.0], [2.0, 3.0]]}, {"step": 3}),
+        ({"embedding": [1.0, 2.0]}, {"step": 3, "similarities": [1]}),
+    ],
+    ids=["another table", "its metadata", "lists of several lengths", "numbers"],
+)
+def test_a_foreign_file_in_place_of_a_snapshot_is_reported_in_one_line(
+    tmp_path: Path, name: str, columns: dict[str, Any], metadata: dict[str, Any]
+) -> None:
+    write_snapshots(write_run(tmp_path))
+    table = pa.table(columns).replace_schema_metadata({"raycl": json.dumps(metadata)})
+    pq.write_table(table, tmp_path / "embedding_snapshots" / f"{name}.parquet")
+    with pytest.raises(DataError, match=rf"{name}.parquet is not an embedding snapshot") as caught:
+        write_report(str(tmp_path))
+    assert "\n" not in str(caught.value)
 
 
 def test_neighbors_have_the_highest_cosines_and_exclude_the_query(tmp_path: Path) -> None:

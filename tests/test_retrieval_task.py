@@ -292,6 +292,17 @@ def test_data_sets_that_would_be_ignored_are_refused(tmp_path: Path) -> None:
             evaluate_retrieval(run=str(tmp_path), test="captioned", **others)
 
 
+def test_documents_without_words_are_evaluated_without_a_baseline(
+    tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(small_config(), tmp_path / "run")
+    test = write("test", query=["a", "b"], document=["+-", "\u2192"], label=[1, 0])
+    found = evaluate_retrieval(run=str(tmp_path / "run"), test=test, quiet=True)
+    assert found["num_queries"] == 1
+    assert not {"baseline", "hybrid"} & found.keys()
+    assert "raycl: no baseline of words: the documents have no words" in capsys.readouterr().err
+
+
 def test_examples_of_images_are_refused(tmp_path: Path) -> None:
     save(small_config("clip"), tmp_path)
     with pytest.raises(ConfigError, match="examples are of texts.*; leave them out"):

@@ -485,6 +485,8 @@ def test_state_of_another_store_is_refused_and_nothing_is_loaded(kind: str, arra
         (lambda: some_bank([4, 3, 4, 4]), "not distinct: 4 came"),
         (lambda: some_bank([1], dim=0), "rows of dim 0"),
         (lambda: some_bank([1], dtype=np.float64), "rows of float64"),
+        (lambda: some_bank([1], dtype="single precision"), "rows of single precision; choose float32 or"),
+        (lambda: KeyQueue(3, DIM, dtype="f8"), "rows of f8"),
         (lambda: some_bank([1], momentum=1.0), r"not in \[0, 1\): it is 1"),
         (lambda: some_bank([1, 2], first_slot=-1), "slots are -1 to 1 of 1"),
         (lambda: some_bank([1, 2], first_slot=5, num_slots=6), "slots are 5 to 7 of 6"),

@@ -9,7 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 from numpy.typing import NDArray
 
+import raycl
 from raycl.errors import DataError
+from raycl.evaluation.lexical_baselines import tfidf_similarity
 from raycl.evaluation.metrics import spearman, sts_scores
 from raycl.evaluation.sts import evaluate_sts
 from tests.pairs import small_config
@@ -133,6 +135,33 @@ def test_labels_of_the_corpus_are_not_read(tmp_path: Path) -> None:
     assert evaluate_sts(**sets, train=str(tmp_path / "corpus"), quiet=True)["num_train"] == 2
 
 
+def test_pairs_of_equal_sentences_share_a_rank(tmp_path: Path) -> None:
+    save(small_config("simcse"), tmp_path / "run")
+    texts = [" ".join(f"w{number}" for number in range(start, 2 * start + 3)) for start in range(40)]
+    left, right, score = [*texts, *texts], [*texts, *texts[1:], "a"], [*range(40), *range(40)]
+    pq.write_table(pa.table({"sentence1": left, "sentence2": right, "score": score}), tmp_path / "test")
+    found = evaluate_sts(run=str(tmp_path / "run"), test=str(tmp_path / "test"), quiet=True)
+    rows = raycl.load_encoder(tmp_path / "run").encode([*left, *right]).double().numpy()
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    similarity = (rows[:80] * rows[80:]).sum(1).round(6)
+    similarity[:40] = 1  # without rounding errors
+    assert found["spearman"]["sts"] == pytest.approx(spearman(similarity, np.array(score)), abs=1e-9)
+    shared = tfidf_similarity(left, right, [*left, *right])
+    shared[:40] = 1
+    baseline = found["baseline"]["tfidf"]["spearman"]["sts"]
+    assert baseline == pytest.approx(spearman(shared, np.array(score)), abs=1e-9)
+
+
+def test_names_of_data_sets_may_be_numbers_in_one_file_and_texts_in_another(tmp_path: Path) -> None:
+    save(small_config("simcse"), tmp_path / "run")
+    pairs = {"sentence1": ["a b", "b c", "c"], "sentence2": ["a", "b c", "d"], "score": [2, 3, 1]}
+    (tmp_path / "test").mkdir()
+    for name, dataset in {"a": [12] * 3, "b": ["news"] * 3}.items():
+        pq.write_table(pa.table({**pairs, "dataset": dataset}), tmp_path / "test" / f"{name}.parquet")
+    found = evaluate_sts(run=str(tmp_path / "run"), test=str(tmp_path / "test"), quiet=True)
+    assert list(found["spearman"]) == [12, "news"]
+
+
 def test_a_baseline_without_shared_words_is_unknown(tmp_path: Path) -> None:
     save(small_config("simcse"), tmp_path / "run")
     pairs = {
@@ -147,6 +176,17 @@ def test_a_baseline_without_shared_words_is_unknown(tmp_path: Path) -> None:
     baseline = found["baseline"]["tfidf"]
     assert baseline == {"spearman": {"german": None, "english": pytest.approx(1)}, "mean": None}
     assert "mean" in str(found)
+
+
+def test_sentences_without_words_are_evaluated_without_a_baseline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(small_config("simcse"), tmp_path / "run")
+    pairs = {"sentence1": ["+", "-", "="], "sentence2": ["+", "*", "/"], "score": [3, 2, 1]}
+    pq.write_table(pa.table(pairs), tmp_path / "test")
+    found = evaluate_sts(run=str(tmp_path / "run"), test=str(tmp_path / "test"), quiet=True)
+    assert "mean" in found and "baseline" not in found
+    assert "raycl: no baseline of words: the pairs have no words" in capsys.readouterr().err
 
 
 def test_the_files_that_are_not_read_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

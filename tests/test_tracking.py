@@ -332,7 +332,10 @@ def test_mlflow_has_settings_and_metrics_and_a_resumed_run_continues_its_run(
     )
     tracked(config, output, [1, 2, 3], finished=False)
     run, _ = logged_in(mlflow_folder, output)
-    assert run.info.status == "RUNNING"
+    assert run.info.status == "FAILED"
+    again = MlflowRun(config, Place(str(output)))
+    assert logged_in(mlflow_folder, output)[0].info.status == "RUNNING"
+    again.close(finished=False)
     tracked(config, output, [3, 4], finished=True, resume_step=2)
     run, losses = logged_in(mlflow_folder, output)
     assert set(losses) == {(step, 1 / step) for step in (1, 2, 3, 4)}
@@ -342,7 +345,31 @@ def test_mlflow_has_settings_and_metrics_and_a_resumed_run_continues_its_run(
     assert run.data.params["max_failures"] == str(config.max_failures)
     assert len(run.data.params) > 100  # more than fits into one request
     tracked(config, output, [5], finished=False, resume_step=4)
-    assert logged_in(mlflow_folder, output)[0].info.status == "RUNNING"
+    assert logged_in(mlflow_folder, output)[0].info.status == "FAILED"
+
+
+def test_a_server_that_refuses_the_settings_gets_one_run_and_its_settings_later(
+    mlflow_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, num_refused = MlflowClient.log_batch, 0
+
+    def refuse_settings(self: MlflowClient, run: str, params: Any = (), **others: Any) -> None:
+        nonlocal num_refused
+        if params and num_refused < 3:
+            num_refused += 1
+            raise OSError("try later")
+        write(self, run, params=params, **others)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", refuse_settings)
+    config, output = run_of(mlflow=mlflow_folder), Place(str(tmp_path / "run"))
+    outbox = BackgroundTracker("tracking.mlflow", lambda: MlflowRun(config, output), interval_s=0.01)
+    outbox.put(point(1, loss=0.5))
+    wait_for(lambda: outbox.num_failures == 3)
+    outbox.begin_closing(finished=True)
+    outbox.wait(200)
+    run, losses = logged_in(mlflow_folder, tmp_path / "run")  # the only one
+    assert losses == [(1, 0.5)]
+    assert run.data.params["recipe"] == "simclr"
 
 
 def test_an_unreachable_server_is_reported_soon(tmp_path: Path) -> None:

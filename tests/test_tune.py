@@ -316,6 +316,47 @@ def test_a_failed_recipe_ends_the_search_with_its_error(
         search.search(SIMCLR, output=place.uri, sources=[source], deadline=600.0, quiet=True)
 
 
+@pytest.mark.parametrize(
+    ("config", "shared"),
+    [
+        (override(recipe("two_tower"), {"text.vocabulary_size": 900, "text.lowercase": False}), True),
+        (override(recipe("two_tower"), {"text.tokenizer": "/mine/tokenizer.json"}), False),
+        (SIMCLR, False),
+    ],
+    ids=["trained", "given", "images"],
+)
+def test_all_trials_have_the_tokenizer_of_the_first_run(
+    config: RunConfig, shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, names, runners = Place(str(tmp_path)), list[str](), list[search.Runner]()
+
+    def run(runner: search.Runner, settings: Any, samples: int, name: str) -> Measured:
+        assert runner.config == config
+        names.append(name)
+        return Measured(0.5, 1.0, 1_000.0)
+
+    def tune(runner: search.Runner, _rungs: Any, _space: Any, recorder: Recorder, **_: Any) -> None:
+        runners.append(runner)
+        trial = SimpleNamespace(trial_id="x_00000", config={})
+        recorder.on_trial_result(1, [], trial, {"score": 0.5, "error": ""})
+
+    validated = nullcontext(SimpleNamespace(output=place, sources=(), config=config))
+    monkeypatch.setattr(search, "validate_run", lambda *_, **__: validated)
+    monkeypatch.setattr(search, "connect_cluster", lambda *_, **__: None)
+    monkeypatch.setattr(search.Runner, "run", run)
+    monkeypatch.setattr(search, "tune_trials", tune)
+    monkeypatch.setattr(search, "CLOSING_S", 0.0)
+    clock = iter([0.0, 0.0, 601.0])
+    monkeypatch.setattr(search.time, "monotonic", lambda: next(clock))
+    source: Any = SimpleNamespace(num_rows=5_000, uri="data")
+    result = search.search(config, output=place.uri, sources=[source], deadline=600.0, quiet=True)
+    tokenizer = str(tmp_path / "trials" / names[0] / "tokenizer.json")
+    changed = override(config, {"text.tokenizer": tokenizer}) if shared else config
+    assert runners[0].config == changed
+    assert trial_config(changed, {BATCH: 128}, 5_000, "0-1").text.tokenizer == changed.text.tokenizer
+    assert result.config == config  # and not the tokenizer of a trial
+
+
 def test_pairs_need_no_labels() -> None:
     source: Any = SimpleNamespace(has_labels=False)
     check_search(recipe("two_tower"), (source,), 10)

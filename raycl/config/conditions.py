@@ -331,13 +331,20 @@ def why_inactive(run: "RunConfig", path: str) -> str | None:
     index, parts = 0, path.split(".")
     if parts[0] == "stages" and len(parts) > 1:
         index, parts[1] = int(parts[1]), "N"
-    for length in range(1, len(parts) + 1):
-        for condition in CONDITIONS.get(".".join(parts[:length]), ()):
-            if not condition.holds(run, index):
-                # The whole setting, not one number of a range or one entry of a list.
-                whole = re.sub(r"(?<!^stages)\.\d+\b.*", "", path)
-                return f"{whole} acts only with {condition.needs}{condition.actual(run, index)}; remove it"
-    return None
+    failed = [
+        condition
+        for length in range(1, len(parts) + 1)
+        for condition in CONDITIONS.get(".".join(parts[:length]), ())
+        if not condition.holds(run, index)
+    ]
+    if not failed:
+        return None
+    # A section and a setting in it may both need a value of one setting: the setting's own condition is narrower.
+    narrower = [each for each in failed[1:] if each.setting and each.setting == failed[0].setting]
+    condition = [failed[0], *narrower][-1]
+    # The whole setting, not one number of a range or one entry of a list.
+    whole = re.sub(r"(?<!^stages)\.\d+\b.*", "", path)
+    return f"{whole} acts only with {condition.needs}{condition.actual(run, index)}; remove it"
 
 
 def active_settings(run: "RunConfig") -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Metrics of embeddings that distinguish a healthy run from a collapsed one.
 
-Rows have unit length; all metrics are computed in float32, whatever the type of the rows. NaN and infinity count
+Rows have unit length, which ``measure`` gives them; all metrics are computed in float32, whatever the type of the rows. NaN and infinity count
 as zero, since a metric must not stop training: the loss refuses such rows.
 """
 
@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from raycl.errors import ConfigError
@@ -42,13 +43,13 @@ class Measures:
 def measure(query: Tensor, key: Tensor | None = None) -> Measures:
     """Measure embeddings [n, dim] and, if given, the keys [n, dim] whose row i is query i's positive.
 
-    Measures the first ``MAX_ROWS`` rows on the CPU, which takes a few milliseconds and waits for a GPU only once.
+    The rows need not have unit length. Measures the first ``MAX_ROWS`` of them on the CPU, which takes a few milliseconds and waits for a GPU only once.
 
     Raises:
         ConfigError: The tensors are not [n, dim] of one shape, with at least one row.
     """
     _check_rows("the queries", query)
-    rows = _clean(query[:MAX_ROWS]).cpu()
+    rows = _unit(query)
     found = Measures(
         num_rows=len(rows),
         dim=rows.shape[1],
@@ -59,7 +60,7 @@ def measure(query: Tensor, key: Tensor | None = None) -> Measures:
     if key is None:
         return found
     _check_pair(query, key)
-    keys = _clean(key[:MAX_ROWS]).cpu()
+    keys = _unit(key)
     gap = positive_negative_gap(rows, keys)
     return replace(found, alignment=alignment(rows, keys), positive_negative_gap=gap)
 
@@ -162,6 +163,11 @@ def _log_kernel_sum(rows: Tensor, start: int, t: float) -> Tensor:
     exponent = similarity.sub_(1).mul_(2 * t)  # unit rows: their squared distance is 2 - 2 * similarity
     exponent.diagonal(start).fill_(-math.inf)
     return exponent.flatten().logsumexp(0)
+
+
+def _unit(rows: Tensor) -> Tensor:
+    """Return the first rows with unit length, on the CPU."""
+    return F.normalize(_clean(rows[:MAX_ROWS]).cpu(), dim=1)
 
 
 def _clean(rows: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ def knn_predict(
         raise ConfigError(
             f"the temperature of the vote must be positive, got {temperature}; InstDisc uses 0.07"
         )
-    _check_labels("bank_label", bank_label)
+    _check_labels("bank_label", bank_label, bank)
     similarity, index = nearest(query, bank, k=k)
     label = bank_label.to(query.device, torch.int64)[index]  # [num_queries, k]
     return _vote(similarity, label, temperature)
@@ -108,7 +108,7 @@ def knn_accuracy(
 
     ``query_label`` is [num_queries]; the rest as in ``knn_predict``. Raises ``DataError`` without queries.
     """
-    _check_labels("query_label", query_label)
+    _check_labels("query_label", query_label, query)
     if len(query) == 0:
         raise DataError("the set of queries is empty: got 0 rows; give a test set with some")
     predicted = knn_predict(query, bank, bank_label, k=k, temperature=temperature)
@@ -207,6 +207,16 @@ def _unit(rows: Tensor, name: str) -> Tensor:
     return rows / norm.clamp_min(1e-12)
 
 
-def _check_labels(name: str, label: Tensor) -> None:
+def _check_labels(name: str, label: Tensor, rows: Tensor) -> None:
+    check_label_shape(name, label, rows)
     if len(label) and int(label.min()) < 0:
         raise DataError(f"{name} must be 0 or more, got {int(label.min())}; leave unlabeled rows out")
+
+
+def check_label_shape(name: str, label: Tensor, rows: Tensor) -> None:
+    """Raise ``DataError`` unless there is an integer for each row: other shapes would be compared row by row."""
+    if label.shape != rows.shape[:1] or label.is_floating_point():
+        raise DataError(
+            f"{name} must be integers [{len(rows)}], one for each row, got {label.dtype} {list(label.shape)}; "
+            "give one class number for each row"
+        )

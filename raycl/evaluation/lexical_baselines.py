@@ -10,8 +10,10 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from raycl.errors import DataError
 from raycl.evaluation.search import Ranking, pair_numbers, ranking_width
 
+# Chinese characters and hiragana, written without spaces between words.
+_UNSPACED = "\u3041-\u309f\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003fffd"
 # Unlike scikit-learn's default, this keeps words of one character: "vitamin C", "type 2".
-_WORD = r"\w+"
+_WORD = rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+"
 _CELLS = 2**22  # of the dense block of queries by documents, 32 MB
 
 Excluded = NDArray[np.integer] | None
@@ -22,7 +24,8 @@ def tfidf_search(
 ) -> Ranking:
     """Find the ``k`` documents nearest to each query by the cosine of TF-IDF.
 
-    Words are runs of letters, digits and underscores, in lower case. A word weighs 1 + log(count) times
+    Words are runs of letters, digits and underscores, in lower case, and single Chinese characters and
+    hiragana, as in Lucene's standard tokenizer. A word weighs 1 + log(count) times
     its inverse document frequency in ``documents``. ``excluded`` is [num_excluded, 2], positions of a query
     and of a document that it must not find.
 

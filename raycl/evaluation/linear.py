@@ -12,6 +12,7 @@ from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
 from raycl.errors import ConfigError, DataError
+from raycl.evaluation.knn import check_label_shape
 
 _log = logging.getLogger(__name__)
 
@@ -39,8 +40,8 @@ def linear_accuracy(
 
     ``train`` and ``test`` are [num_rows, dim], the labels [num_rows], any integers. Columns are
     standardized by the statistics of the training rows. The classifier is multinomial logistic regression
-    (L-BFGS, float32) with loss = mean cross-entropy + weight_decay / 2 * |W|^2, at any size of the set
-    (scikit-learn's C is 1 / (weight_decay * num_rows)).
+    (L-BFGS, float32), of two classes with a single vector of weights W, with loss = mean cross-entropy +
+    weight_decay / 2 * |W|^2, at any size of the set (scikit-learn's C is 1 / (weight_decay * num_rows)).
 
     The probe chooses a weight decay of 0.1, 0.01, 0.001 or 0.0001 by the accuracy on a held-out fifth of
     each class of **train**, then fits on all of train; the test rows choose nothing. ``labels_per_class``
@@ -51,12 +52,14 @@ def linear_accuracy(
     core. L-BFGS stops after 500 iterations, converged or not.
 
     Raises ``ConfigError`` for ``labels_per_class`` below 1, ``DataError`` for values that are not
-    finite, a single class, or a class with fewer rows than ``labels_per_class``.
+    finite, labels of another shape, a single class, or a class with fewer rows than ``labels_per_class``.
     """
     if labels_per_class is not None and labels_per_class < 1:
         raise ConfigError(
             f"labels_per_class must be at least 1, got {labels_per_class}; give a positive number"
         )
+    check_label_shape("train_label", train_label, train)
+    check_label_shape("test_label", test_label, test)
     rows, test_rows = _finite("train", train), _finite("test", test)
     label, test_classes = (each.detach().long().cpu().numpy() for each in (train_label, test_label))
     if label.min() == label.max():

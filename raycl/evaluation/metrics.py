@@ -105,7 +105,7 @@ def sts_scores(
     in order of appearance, and their ``mean``. With ``may_be_equal`` both are None for similarities of a data
     set that are all equal. Raises ``DataError`` as ``spearman`` does.
     """
-    names = np.asarray(dataset)
+    names = np.asarray(dataset, dtype=object)  # numbers in one file and texts in another stay apart
     by_name: dict[str, float | None] = {}
     for name in dict.fromkeys(dataset):
         own = names == name

@@ -1,5 +1,6 @@
 """Evaluation by retrieval: queries to documents, or images to captions and back."""
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
@@ -94,7 +95,8 @@ def evaluate_retrieval(
     Returns ``recall_at_1``, ``recall_at_5``, ``recall_at_10``, ``ndcg_at_10``, ``mrr`` and ``map``;
     ``average_precision`` over the pairs of ``test`` if they have labels of both kinds; the numbers of rows
     ``num_train``, ``num_test`` and ``num_invalid``; and for texts the same metrics of TF-IDF and BM25 as
-    ``baseline``, and of the encoder's ranking fused with BM25's as ``hybrid``. ``examples`` adds that many
+    ``baseline``, and of the encoder's ranking fused with BM25's as ``hybrid``, both left out, with a line on stderr, if no
+    document has a word. ``examples`` adds that many
     queries with their nearest documents. Raises ``DataError`` if a column is missing or nothing is relevant;
     ``ConfigError`` if only one of ``queries`` and ``documents`` is given, or ``train`` beside them, or for
     images any set beside ``test`` or any ``examples``, or if the run has an encoder of images but none of captions.
@@ -154,12 +156,10 @@ def _evaluate_texts(
         result["average_precision"] = average_precision(similarity.numpy(), task.labeled[:, 2])
     result |= task.sizes
     if baseline:
-        rankings = {
-            name: find(task.queries, task.documents, k=DEPTH, excluded=task.excluded)[1]
-            for name, find in (("tfidf", tfidf_search), ("bm25", bm25_search))
-        }
-        result["hybrid"] = retrieval_scores(fuse(ranked, rankings["bm25"])[:, :DEPTH], task.relevance)
-        result["baseline"] = _lexical_baseline(task, rankings)
+        try:
+            result |= _lexical_baseline(task, ranked)
+        except DataError as error:  # the encoder's results need no words
+            print(f"raycl: no baseline of words: {error}", file=sys.stderr)
     if examples:
         result["examples"] = _examples(task, (similarities, ranked), examples)
     return result
@@ -176,7 +176,12 @@ def _scores(task: Task, query: Tensor, document: Tensor, *, any_is_enough: bool 
     return retrieval_scores(ranked, task.relevance, any_is_enough=any_is_enough)
 
 
-def _lexical_baseline(task: Task, rankings: dict[str, NDArray[np.int64]]) -> dict[str, Any]:
+def _lexical_baseline(task: Task, ranked: NDArray[np.int64]) -> dict[str, Any]:
+    """Return the scores of TF-IDF and BM25, and of the encoder's ranking fused with BM25's."""
+    rankings = {
+        name: find(task.queries, task.documents, k=DEPTH, excluded=task.excluded)[1]
+        for name, find in (("tfidf", tfidf_search), ("bm25", bm25_search))
+    }
     baseline: dict[str, Any] = {
         name: retrieval_scores(ranked, task.relevance) for name, ranked in rankings.items()
     }
@@ -185,7 +190,8 @@ def _lexical_baseline(task: Task, rankings: dict[str, NDArray[np.int64]]) -> dic
         document = [task.documents[number] for number in task.labeled[:, 1]]
         similarity = tfidf_similarity(query, document, [*task.queries, *task.documents])
         baseline["tfidf"]["average_precision"] = average_precision(similarity, task.labeled[:, 2])
-    return baseline
+    hybrid = retrieval_scores(fuse(ranked, rankings["bm25"])[:, :DEPTH], task.relevance)
+    return {"hybrid": hybrid, "baseline": baseline}
 
 
 def _examples(task: Task, ranking: Ranking, num: int) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """Evaluation by sentence similarity (STS): the rank correlation of cosines and human scores."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -20,6 +21,7 @@ from raycl.inference.encoder import read_encoders
 from raycl.inference.reading import read_values, report_unread
 from raycl.tokenization import InvalidTextError, read_text
 
+_DIGITS = 12  # of similarities: pairs of equal sentences tie at 1
 REQUIRED_COLUMNS = ("sentence1", "sentence2", "score")
 
 
@@ -40,7 +42,7 @@ def evaluate_sts(
     ``test`` is of any format that a run reads, with the columns ``sentence1``, ``sentence2``, ``score`` and
     optionally ``dataset``. The ``baseline`` is the cosine of TF-IDF, with document frequencies from the column ``text``
     of ``train``, or without it from the sentences themselves; it is None for a data set in which no pair
-    shares a word. Raises ``DataError`` for a missing column, or an invalid sentence or score.
+    shares a word, and left out, with a line on stderr, if no sentence has one. Raises ``DataError`` for a missing column, or an invalid sentence or score.
     """
     (saved,) = read_encoders(run, ["query"])
     if saved.takes_images:
@@ -53,14 +55,21 @@ def evaluate_sts(
             "text"
         ]
         corpus = [each for row in train_rows for each in (row if isinstance(row, list) else [row])]
+    # Each text once: rounding would give a repeated one another embedding, and so break ties.
+    number = {each: position for position, each in enumerate(dict.fromkeys([*left, *right]))}
     embedding = normalize(
-        embed_values([*left, *right], saved, gpu=gpu, address=address, quiet=quiet, debug=debug)
+        embed_values(list(number), saved, gpu=gpu, address=address, quiet=quiet, debug=debug).double()
     )
-    similarity = (embedding[: len(left)] * embedding[len(left) :]).sum(1).numpy()
+    left_rows, right_rows = (embedding[[number[each] for each in texts]] for texts in (left, right))
+    similarity = (left_rows * right_rows).sum(1).numpy().round(_DIGITS)
     result = EvaluationResult({"measure": "sts", **sts_scores(similarity, pairs.score, pairs.dataset)})
     result.update({"num_train": 0 if train is None else len(corpus), "num_test": len(left)})
     if baseline:
-        shared_words = tfidf_similarity(left, right, corpus)
+        try:
+            shared_words = tfidf_similarity(left, right, corpus).round(_DIGITS)
+        except DataError as error:  # the encoder's results need no words
+            print(f"raycl: no baseline of words: {error}", file=sys.stderr)
+            return result
         result["baseline"] = {
             "tfidf": sts_scores(shared_words, pairs.score, pairs.dataset, may_be_equal=True)
         }

@@ -269,10 +269,11 @@ class Bank:
             yield from [(shard, call.result()) for shard, call in calls]
 
 
-def connect_bank(name: str, address: str | None = None) -> Bank:
+def connect_bank(name: str, address: str | None = None, *, timeout_s: float | None = None) -> Bank:
     """Return the bank of this name, to ask it during training.
 
-    Joins the Ray at ``address`` (HOST:PORT), or in RAY_ADDRESS, or else the one on this machine,
+    It waits at most ``timeout_s`` for a shard that restarts: 30 s to connect, and then the run's ``bank.timeout_s``, by
+    default. Joins the Ray at ``address`` (HOST:PORT), or in RAY_ADDRESS, or else the one on this machine,
     unless this process has joined one already; never starts one. Of several on this machine, it joins the one with the bank.
 
     Raises:
@@ -286,7 +287,7 @@ def connect_bank(name: str, address: str | None = None) -> Bank:
         raise ConfigError(f"there is no bank {name!r}: {those}; check the name and the cluster's address")
     try:
         first = ShardConnection(
-            ray.get_actor(f"{name}/0", NAMESPACE), f"{name}/0", timeout_s=_CONNECT_TIMEOUT_S
+            ray.get_actor(f"{name}/0", NAMESPACE), f"{name}/0", timeout_s=timeout_s or _CONNECT_TIMEOUT_S
         )
         spec = first.ask(BankActor.spec)
         actors = [ray.get_actor(spec.actor_name(shard), NAMESPACE) for shard in range(spec.num_shards)]
@@ -294,7 +295,7 @@ def connect_bank(name: str, address: str | None = None) -> Bank:
         raise RunError(
             f"the bank {name!r} does not answer: {first_line(error)}; try again when it has started"
         ) from error
-    return Bank(spec, actors)
+    return Bank(replace(spec, timeout_s=min(spec.timeout_s, timeout_s or math.inf)), actors)
 
 
 def ray_of_bank(name: str, address: str | None = None) -> str | None:

@@ -19,6 +19,7 @@ from raycl.negatives.search import (
     nearest,
     newest_of,
     newest_step,
+    row_lengths,
 )
 from raycl.negatives.snapshot import ROWS_PER_GROUP, saved_spec
 from raycl.negatives.spec import BankSpec
@@ -34,7 +35,9 @@ class SavedBank:
 
     def __init__(self, spec: BankSpec, rows: Negatives, kind: str) -> None:
         self._spec, self._rows = spec, rows
-        stats = sum_up(spec, [], list(map(row_stats, self._slices())), [])  # there are no shards
+        slices = list(self._slices())
+        self._measured = [(each, row_lengths(each)) for each in slices]
+        stats = sum_up(spec, [], list(map(row_stats, slices)), [])  # there are no shards
         num_bytes = sum(each.nbytes for each in rows.arrays())
         self._stats = replace(stats, name=run_name(Place(stats.output)), kind=kind, num_bytes=num_bytes)
 
@@ -62,7 +65,9 @@ class SavedBank:
 
     def _nearest(self, query: np.ndarray, k: int, *, without: int | None) -> list[Neighbors]:
         queries = checked_query(query, k, dim=self._spec.dim)
-        parts = [nearest(rows, queries, k, without=without) for rows in self._slices()]
+        parts = [
+            nearest(rows, queries, k, without=without, lengths=lengths) for rows, lengths in self._measured
+        ]
         return [merge(of_one, k) for of_one in zip(*parts, strict=True)]
 
     def _slices(self) -> Iterator[Negatives]:

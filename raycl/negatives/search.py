@@ -6,8 +6,9 @@ from typing import final
 
 import numpy as np
 
+from raycl.arguments import check_type
 from raycl.display import Displayable, Table
-from raycl.errors import ConfigError
+from raycl.errors import ConfigError, first_line
 from raycl.negatives.store import Negatives
 
 
@@ -91,11 +92,21 @@ def checked_query(query: np.ndarray, k: int, *, dim: int) -> np.ndarray:
     """Return unit queries, float32 [n, dim], of one [dim] or several [n, dim].
 
     Raises:
-        ConfigError: Another dim, NaN or infinite values, only zeros, or ``k`` below 1.
+        ConfigError: No array of numbers, another dim, NaN or infinite values, only zeros, or ``k`` below 1.
     """
+    check_type("k", k, int)
     if k < 1:
         raise ConfigError(f"cannot look for {k} neighbors; ask for k of at least 1")
-    queries = np.atleast_2d(np.asarray(query))
+    try:
+        queries = np.atleast_2d(np.asarray(query))
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # rows of several lengths, a tensor with a gradient
+        raise ConfigError(
+            f"the query is no array of numbers: {first_line(error)}; of a tensor, give .detach().cpu().float().numpy()"
+        ) from error
     if queries.ndim != 2 or queries.shape[1] != dim:
         raise ConfigError(
             f"the query does not fit the bank: it came as {list(np.shape(query))}; give [{dim}] or [n, {dim}]"
@@ -108,17 +119,28 @@ def checked_query(query: np.ndarray, k: int, *, dim: int) -> np.ndarray:
     return (queries / lengths).astype(np.float32)
 
 
-def nearest(rows: Negatives, queries: np.ndarray, k: int, *, without: int | None) -> list[Neighbors]:
-    """Return the k written rows nearest to each unit query, except rows of the sample ``without``."""
-    candidates = written(rows)
-    units = candidates.rows.astype(np.float32)
-    units /= np.maximum(np.linalg.norm(units, axis=1, keepdims=True), 1e-12)
-    similarities = queries @ units.T  # [num_queries, num_rows]
+def row_lengths(rows: Negatives) -> np.ndarray:
+    """Return the length of each row, float32 [n]; of a row of zeros a small number, so that its cosines are 0."""
+    values = rows.rows.astype(np.float32, copy=False)
+    return np.maximum(np.sqrt(np.einsum("ij,ij->i", values, values)), 1e-12)
+
+
+def nearest(
+    rows: Negatives, queries: np.ndarray, k: int, *, without: int | None, lengths: np.ndarray | None = None
+) -> list[Neighbors]:
+    """Return the k written rows nearest to each unit query, except rows of the sample ``without``.
+
+    ``lengths`` are the ``row_lengths``, if they are known.
+    """
+    similarities = queries @ rows.rows.astype(np.float32, copy=False).T  # [num_queries, num_rows]
+    similarities /= row_lengths(rows) if lengths is None else lengths
+    skipped = rows.step < 0
     if without is not None:
-        similarities[:, candidates.sample_id == without] = -np.inf
+        skipped |= rows.sample_id == without
+    similarities[:, skipped] = -np.inf
     similarities[np.isnan(similarities)] = -np.inf  # of rows that are not finite
     newest = newest_step(rows)
-    return [_best(candidates, row, k, newest) for row in similarities]
+    return [_best(rows, row, k, newest) for row in similarities]
 
 
 def merge(parts: Sequence[Neighbors], k: int) -> Neighbors:

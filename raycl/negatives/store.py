@@ -57,8 +57,9 @@ def empty_rows(num_rows: int, dim: int, dtype: DTypeLike) -> np.ndarray:
         raise ConfigError(
             f"a store cannot keep rows of dim {dim}; give the dim of the embeddings, at least 1"
         )
-    if np.dtype(dtype) not in (np.float32, np.float16):
-        raise ConfigError(f"a store cannot keep rows of {np.dtype(dtype)}; choose float32 or float16")
+    if dtype not in (np.dtype(np.float32), np.dtype(np.float16)):
+        name = getattr(dtype, "__name__", dtype)
+        raise ConfigError(f"a store cannot keep rows of {name}; choose float32 or float16")
     return np.zeros((num_rows, dim), dtype)
 
 

@@ -12,7 +12,7 @@ from pyarrow import fs
 from raycl.arguments import Address, as_address
 from raycl.errors import DataError
 from raycl.lease import is_being_written
-from raycl.records import CONFIG, METRICS, RESULT, ROLLBACK, read_line
+from raycl.records import CONFIG, METRICS, RESULT, ROLLBACK, as_object, read_line
 from raycl.storage import Place, absolute, parse_object
 
 MAX_DEPTH = 3  # folders below the given one
@@ -98,7 +98,7 @@ def _summary(output: Place, entries: Mapping[str, fs.FileInfo]) -> RunSummary | 
     status = result.get("status")
     if status not in ("finished", "stopped", "failed"):
         status = "running" if is_being_written(output) else "unfinished"
-    metric, best = _best(filter(None, telling), result.get("final") or {})
+    metric, best = _best(filter(None, telling), as_object(result.get("final")))
     return RunSummary(
         name=output.path or ".",
         run=output.uri,

@@ -78,17 +78,12 @@ class ReconnectingBank:
         self._connect = connect
         self._bank: AnyBank | None = None
         self._connecting = threading.Lock()
+        self._failed_at, self._failure = -np.inf, ""
         self._stats = Paced(lambda: self.ask(lambda bank: bank.stats()), keep_s=keep_s)
 
     def ask(self, question: Callable[[AnyBank], Answer]) -> Answer:
         """Return the answer of the bank; raises ``ConfigError`` for a wrong question."""
-        with self._connecting:
-            if self._bank is None:
-                try:
-                    self._bank = self._connect()
-                except RayclError as error:
-                    raise RunError(str(error)) from error
-            bank = self._bank
+        bank = self._connected()
         try:
             return question(bank)
         except ConfigError:  # a wrong question, not a lost bank
@@ -100,6 +95,19 @@ class ReconnectingBank:
     def stats(self) -> BankStats:
         """Return statistics of the bank, cached for a while."""
         return self._stats.get()
+
+    def _connected(self) -> AnyBank:
+        asked_at = time.monotonic()
+        with self._connecting:
+            if self._bank is None:
+                if self._failed_at > asked_at:  # another query has just waited for the bank in vain
+                    raise RunError(self._failure)
+                try:
+                    self._bank = self._connect()
+                except RayclError as error:
+                    self._failed_at, self._failure = time.monotonic(), str(error)
+                    raise RunError(str(error)) from error
+            return self._bank
 
 
 @final

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import final
 
@@ -12,7 +12,7 @@ from raycl.config.overrides import config_from_yaml
 from raycl.data.columns import ColumnNames
 from raycl.data.sources import find_source
 from raycl.errors import DataError, RayclError
-from raycl.negatives.bank import Bank, connect_bank
+from raycl.negatives.bank import connect_bank
 from raycl.negatives.saved_bank import read_embedded, read_saved_bank
 from raycl.records import CONFIG, DATA
 from raycl.serve.explorer import (
@@ -59,7 +59,7 @@ class ServeTarget:
     def explorer(self) -> Explorer:
         """Create the explorer, in any process of the cluster."""
         samples = SampleViewer(self.data, self.columns, max_pixels=self.max_pixels) if self.data else None
-        bank = ReconnectingBank(partial(_connect_impatiently, self.bank))
+        bank = ReconnectingBank(partial(connect_bank, self.bank, timeout_s=_PATIENCE_S))
         return Explorer(
             bank=bank,
             encoder=QueryEncoder(self.run),
@@ -137,8 +137,3 @@ def columns_of(config: RunConfig) -> ColumnNames:
     named = config.data.columns
     shown = {role: getattr(named, role) for role in _SHOWN[config.data.kind][0]}
     return ColumnNames(**_NO_COLUMNS | shown, label=named.label, sample_id=named.sample_id)
-
-
-def _connect_impatiently(name: str) -> Bank:
-    bank = connect_bank(name)
-    return Bank(replace(bank.spec, timeout_s=min(bank.spec.timeout_s, _PATIENCE_S)), bank.actors)

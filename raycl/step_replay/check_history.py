@@ -8,7 +8,7 @@ from typing import Any, final
 
 from raycl.chain import CHAIN, CHECKPOINT, END, START, kept_links, log_heads, read_chain, sha256_of_files
 from raycl.errors import ConfigError, DataError
-from raycl.records import CHECKPOINTS, METRICS, RESULT, STATE, complete_checkpoints
+from raycl.records import CHECKPOINTS, METRICS, RESULT, STATE, as_object, complete_checkpoints
 from raycl.step_replay.record import RecordedRun
 
 
@@ -78,7 +78,7 @@ class ChainedHistory:
         if links[-1]["kind"] != END or result.get("chain") != links[-1]["hash"]:
             raise DataError(f"the last link of {CHAIN} is not the one that result.json names")
         final = {"steps": links[-1]["step"], **links[-1]["final"]}
-        found_final = {"steps": result.get("steps"), **result["final"]}
+        found_final = {"steps": result.get("steps"), **as_object(result.get("final"))}
         for name in final | found_final:
             value, found = final.get(name), found_final.get(name)
             is_same = found is None if value is None or not math.isfinite(value) else _is_close(found, value)

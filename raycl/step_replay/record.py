@@ -72,13 +72,15 @@ def read_record(run: str, *, data: Sequence[str] = ()) -> RecordedRun:
     if not (output / DATA).exists():
         raise DataError(f"{output / DATA} is missing: the run did not begin to train")
     described = read_object(output / DATA)
+    if not isinstance(described.get("num_rows"), int):
+        raise DataError(f"{output / DATA} is damaged: it has no number of rows")
     lines = read_metrics(output)
     classes = described.get("classes")
     return RecordedRun(
         output=output,
         config=config,
         data=tuple(data or _listed(described.get("data"))),
-        num_rows=int(described["num_rows"]),
+        num_rows=described["num_rows"],
         streamed=bool(described.get("streamed")),
         has_address=bool(described.get("data")),
         classes=None if classes is None else tuple(classes),

@@ -31,11 +31,13 @@ class MlflowRun:
         self._client = MlflowClient(tracking_uri=address)
         known = known_run(output, "mlflow", address)
         if known is None:
-            self._run = self._create(config, output)
-            remember_run(output, "mlflow", address, self._run)
-        else:
-            self._run = known
-            self._client.update_run(known, status="RUNNING")
+            known = self._create(output)
+            # At once: an error from here on must not create another run at each attempt.
+            remember_run(output, "mlflow", address, known)
+        self._run = known
+        self._client.update_run(known, status="RUNNING")
+        if not self._client.get_run(known).data.params:
+            self._write_settings(config)
 
     def write(self, records: Sequence[MetricsRecord]) -> None:
         """Log the metrics of all records."""
@@ -51,20 +53,21 @@ class MlflowRun:
         """Do nothing: the server has all metrics."""
 
     def close(self, *, finished: bool) -> None:
-        """Mark the run as finished, if it is."""
-        if finished:
-            self._client.set_terminated(self._run)
+        """Mark the run as finished, or as failed until it is resumed, as MLflow does after an exception."""
+        self._client.set_terminated(self._run, "FINISHED" if finished else "FAILED")
 
-    def _create(self, config: RunConfig, output: Place) -> str:
+    def _create(self, output: Place) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
         experiment = self._client.get_experiment_by_name(name)
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
         run = self._client.create_run(experiment_id, run_name=output.name, tags={"output": output.uri})
+        return run.info.run_id
+
+    def _write_settings(self, config: RunConfig) -> None:
         settings = flat(active_settings(config)).items()
         params = [Param(key, str(value)[:_MAX_PARAM_LENGTH]) for key, value in settings]
         for some in _parts(params, _MAX_PARAMS):
-            self._client.log_batch(run.info.run_id, params=some)
-        return run.info.run_id
+            self._client.log_batch(self._run, params=some)
 
 
 def _parts(items: list[Any], size: int) -> list[list[Any]]:

@@ -14,11 +14,12 @@ from ray.tune.schedulers import ASHAScheduler
 from ray.tune.search.basic_variant import BasicVariantGenerator
 
 from raycl.config import RunConfig
-from raycl.config.conditions import leaves
+from raycl.config.conditions import leaves, why_inactive
 from raycl.config.overrides import config_to_yaml, override
 from raycl.data.sources import Source
 from raycl.display import Displayable, Table
 from raycl.errors import ConfigError, RunError
+from raycl.models.registry import TOKENIZER
 from raycl.ray_runtime import connect_cluster, unwrap_ray_errors
 from raycl.storage import Place
 from raycl.training.controller import remove_leaked_placement_groups
@@ -166,7 +167,12 @@ def search(
         trials = (run.output / "trials").uri
         runner = Runner(config=config, sources=run.sources, output=trials)
         # Named by the time, since a search that is refused may be repeated.
-        pace = runner.run({}, PACE_STEPS * config.stages[0].batch_size, f"pace-{time.time():.0f}")
+        name = f"pace-{time.time():.0f}"
+        pace = runner.run({}, PACE_STEPS * config.stages[0].batch_size, name)
+        if why_inactive(config, "text.vocabulary_size") is None:
+            # Each trial would train the same tokenizer.
+            shared = override(config, {"text.tokenizer": f"{trials}/{name}/{TOKENIZER}"})
+            runner = replace(runner, config=shared)
         rungs = plan_rungs(config, num_rows, pace, left_s())
         report(
             f"a run takes {pace.overhead_s:.0f} s and trains on {pace.samples_per_second:,.0f} samples/s; rungs of "
