@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from raycl.data.codecs import Formats
 from raycl.data.decode import Decoder, decode_here
 from raycl.data.in_memory import InMemoryDataset
-from raycl.data.mixed import MixedSampler
-from raycl.data.sampler import InMemorySampler
+from raycl.data.sampler import InMemorySampler, MixedSampler
 from raycl.data.sources import Fragment, RawRows, Source, find_source
 from raycl.data.split import Holdout
 from raycl.data.streaming import StreamingSampler, fragment_order
