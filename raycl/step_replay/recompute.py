@@ -133,14 +133,14 @@ def losses_in_float64(before: BeforeStep, num_steps: int) -> list[float]:
     The views are the same as in training, in float32.
     """
     runner = before.runner
-    widen(runner)
-    losses = [runner.step(in_float64(before.views)).loss]
+    _widen(runner)
+    losses = [runner.step(_in_float64(before.views)).loss]
     while len(losses) < num_steps:
-        losses.append(runner.step(in_float64(next(before.coming))).loss)
+        losses.append(runner.step(_in_float64(next(before.coming))).loss)
     return losses
 
 
-def widen(runner: StepRunner) -> None:
+def _widen(runner: StepRunner) -> None:
     """Convert the state of a runner to float64."""
     state = runner.state
     parts = (state.tower, state.prediction_head, state.temperature, state.momentum_encoder, state.ema)
@@ -152,7 +152,7 @@ def widen(runner: StepRunner) -> None:
     runner.store = _WideStore(runner.store)
 
 
-def in_float64(views: Views) -> Views:
+def _in_float64(views: Views) -> Views:
     """Return views of images in float64; tokens stay integers."""
     return replace(
         views,
