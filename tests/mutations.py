@@ -751,13 +751,13 @@ MUTATIONS = [
     ),
     Mutation(
         "two views of full size count as much as a view and a crop",
-        "raycl/losses/view_pairs.py",
+        "raycl/losses/objective.py",
         "ViewPair(query, key, 2.0)",
         "ViewPair(query, key, 1.0)",
     ),
     Mutation(
         "crops are compared with the first view only",
-        "raycl/losses/view_pairs.py",
+        "raycl/losses/objective.py",
         "for query in crops for key in full]",
         "for query in crops for key in full[:1]]",
     ),
