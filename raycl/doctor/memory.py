@@ -151,7 +151,7 @@ def is_streamed(config: RunConfig, data: DataSummary | None) -> bool:
 def _check_bank(
     config: RunConfig, num_samples: int, answers: Answers, *, num_documents: int
 ) -> Iterator[CheckResult]:
-    grows_with_data = config.negatives.store in ("memory_bank", "partition") or config.negatives.mined.num
+    grows_with_data = config.negatives.has_slots or config.negatives.mined.num
     if grows_with_data and not num_samples:
         return
     shards = bank_bytes(config, num_samples, num_documents=num_documents)
@@ -231,7 +231,7 @@ def estimate_memory(
             "negatives": _store_bytes(config, num_samples),
         }
         on_host = {"process", "waiting rows"}
-        if config.negatives.store in ("memory_bank", "partition") or config.negatives.mined.num:
+        if config.negatives.has_slots or config.negatives.mined.num:
             on_host.add("negatives")
         on_gpu = frozenset(parts) - on_host if config.gpu else frozenset[str]()
         estimates.append(MemoryEstimate(stage=number, parts=parts, on_gpu=on_gpu))
