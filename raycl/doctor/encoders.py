@@ -6,14 +6,7 @@ from raycl.config import RunConfig
 from raycl.config.schema import PoolConfig
 from raycl.display import format_bytes
 from raycl.doctor.checks import AUTOSCALING
-from raycl.doctor.estimate import (
-    CUDA_BYTES,
-    Answers,
-    MemoryEstimate,
-    available_memory,
-    smallest_gpu,
-    workers_on,
-)
+from raycl.doctor.estimate import Answers, MemoryEstimate, available_memory, check_gpu, workers_on
 from raycl.doctor.memory_profile import MemoryProfile
 from raycl.doctor.nodes import Node, NodeAnswer, NodeInfo
 from raycl.doctor.result import CheckResult, passed, passed_if
@@ -33,7 +26,8 @@ def check_pools(
         yield _check_node(config, section, encoder, answers, labeled=labeled, worker=worker)
         if pool.gpus_per_actor:
             nodes = [answer.node for answer in answers if answer.node.node_id in labeled]
-            yield _check_gpu(section, encoder, nodes, share=min(1.0, pool.gpus_per_actor))
+            name, remedy = f"GPU of an encoder of {section}", f"raise {section}.gpus_per_actor"
+            yield check_gpu(name, encoder, nodes, remedy, share=min(1.0, pool.gpus_per_actor))
 
 
 def estimate_encoder(config: RunConfig, section: str, profiles: Sequence[MemoryProfile]) -> MemoryEstimate:
@@ -103,15 +97,3 @@ def _encoders_on(node: Node, config: RunConfig, pool: PoolConfig, workers: int, 
     if pool.gpus_per_actor:
         most = min(most, int((node.num_gpus - workers * config.gpu) / pool.gpus_per_actor + 1e-6))
     return max(0, most)
-
-
-def _check_gpu(section: str, estimate: MemoryEstimate, nodes: Sequence[Node], *, share: float) -> CheckResult:
-    """Compare an encoder with its share of the smallest GPU."""
-    name, num_bytes = f"GPU of an encoder of {section}", estimate.gpu + CUDA_BYTES
-    seen = f"about {format_bytes(num_bytes)} ({estimate.describe(on_gpu=True)})"
-    smallest = smallest_gpu(nodes)
-    if smallest is None:
-        return passed(name, f"{seen}; no GPU is free now, so nothing to compare")
-    part = "" if share == 1 else f"{share:g} of "
-    seen += f"; {part}the smallest has {format_bytes(share * smallest)}"
-    return passed_if(num_bytes <= share * smallest, name, seen, f"raise {section}.gpus_per_actor")

@@ -16,17 +16,15 @@ from raycl.doctor.checks import AUTOSCALING
 from raycl.doctor.data import DataSummary
 from raycl.doctor.encoders import check_pools
 from raycl.doctor.estimate import (
-    CUDA_BYTES,
     Answers,
     MemoryEstimate,
     available_memory,
+    check_gpu,
     drawing_bytes,
     has_gpu_of,
-    smallest_gpu,
     workers_on,
 )
 from raycl.doctor.memory_profile import MemoryProfile, profile_memory
-from raycl.doctor.nodes import Node
 from raycl.doctor.result import CheckResult, failed, passed, passed_if
 from raycl.errors import RayclError, last_line
 from raycl.negatives.placement import nodes_for_a_bank
@@ -73,7 +71,7 @@ def check_memory(
     yield _check_worker(config, estimate, answers)
     if config.gpu:
         nodes = [answer.node for answer in answers if has_gpu_of(config, answer.node)]
-        yield _check_gpu(config, estimate, nodes)
+        yield check_gpu("memory of a GPU", estimate, nodes, estimate.remedy(config, on_gpu=True))
     yield from check_pools(config, profiles, estimate, answers)
     if data is not None:
         yield check_decoded_data(config, data, answers)
@@ -96,16 +94,6 @@ def _check_worker(config: RunConfig, estimate: MemoryEstimate, answers: Answers)
     available = available_memory(answer)
     seen += f"; {count} on {answer.node.name}, which has {format_bytes(max(0.0, available))} free"
     return passed_if(count * host <= available, name, seen, estimate.remedy(config, on_gpu=False))
-
-
-def _check_gpu(config: RunConfig, estimate: MemoryEstimate, nodes: Sequence[Node]) -> CheckResult:
-    name, num_bytes = "memory of a GPU", estimate.gpu + CUDA_BYTES
-    seen = f"about {format_bytes(num_bytes)} ({estimate.describe(on_gpu=True)})"
-    smallest = smallest_gpu(nodes)
-    if smallest is None:
-        return passed(name, f"{seen}; no GPU is free now, so nothing to compare")
-    seen += f"; the smallest has {format_bytes(smallest)}"
-    return passed_if(num_bytes <= smallest, name, seen, estimate.remedy(config, on_gpu=True))
 
 
 def check_decoded_data(config: RunConfig, data: DataSummary, answers: Answers) -> CheckResult:
