@@ -703,7 +703,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a slot of the memory bank is replaced instead of averaged",
-        "raycl/negatives/memory_bank.py",
+        "raycl/negatives/averages.py",
         "    mixed *= momentum\n    mixed += (1 - momentum) * directions",
         "    mixed *= 0\n    mixed += directions",
     ),
