@@ -68,7 +68,7 @@ def _text_spec(config: RunConfig, tokenizer: Tokenizer) -> TextEncoderSpec:
 
 
 def _common_fields(config: RunConfig, *, is_text: bool) -> dict[str, Any]:
-    encoder = config.text_encoder if is_text and config.data.kind == "image_text" else config.encoder
+    encoder = config.encoder_of_texts if is_text else config.encoder
     is_result = config.has_two_towers and config.projection_head.num_layers
     return {
         "name": encoder.name,
