@@ -7,6 +7,7 @@ from typing import final
 from raycl.augment.images import DRAWN_PIXELS
 from raycl.config import RunConfig
 from raycl.display import format_bytes
+from raycl.doctor.checks import AUTOSCALING
 from raycl.doctor.nodes import Node, NodeAnswer, NodeInfo, ask_nodes, gpu_memory
 from raycl.doctor.result import CheckResult, passed, passed_if
 
@@ -18,6 +19,7 @@ _DRAWN_PIXEL = 40.0
 _RESERVED = 0.05  # of a node's memory: above 95% Ray kills workers
 
 Answers = Sequence[NodeAnswer[NodeInfo]]
+Placed = tuple[NodeAnswer[NodeInfo], str, float]  # a node, processes that it may get, and their bytes
 
 
 @final
@@ -102,6 +104,18 @@ def available_memory(answer: NodeAnswer[NodeInfo]) -> float:
     """Return the bytes of a node's memory that Ray lets workers use."""
     info = answer.value
     return 0.0 if info is None else info.free_memory - _RESERVED * info.memory
+
+
+def check_nodes(name: str, estimate: MemoryEstimate, placed: Sequence[Placed], remedy: str) -> CheckResult:
+    """Compare the memory of the tightest node with the processes that it may get."""
+    seen = f"about {format_bytes(estimate.host)} " + ("beside the GPU " if estimate.on_gpu else "")
+    seen += f"({estimate.describe(on_gpu=False)})"
+    if not placed:
+        return passed(name, f"{seen}; no node can hold one now, so nothing to compare ({AUTOSCALING})")
+    answer, text, num_bytes = min(placed, key=lambda each: available_memory(each[0]) - each[2])
+    available = available_memory(answer)
+    seen += f"; {text} on {answer.node.name}, which has {format_bytes(max(0.0, available))} free"
+    return passed_if(num_bytes <= available, name, seen, remedy)
 
 
 def check_gpu(

@@ -12,7 +12,6 @@ import ray
 from raycl.config import RunConfig, Stage
 from raycl.data.embeddings import count_embeddings
 from raycl.display import format_bytes
-from raycl.doctor.checks import AUTOSCALING
 from raycl.doctor.data import DataSummary
 from raycl.doctor.encoders import check_pools
 from raycl.doctor.estimate import (
@@ -20,6 +19,7 @@ from raycl.doctor.estimate import (
     MemoryEstimate,
     available_memory,
     check_gpu,
+    check_nodes,
     drawing_bytes,
     has_gpu_of,
     workers_on,
@@ -68,7 +68,11 @@ def check_memory(
         remedy = "fix the recipe; the memory of a step could not be measured"
         yield failed("memory of a worker", last_line(error), remedy)
         return 0.0
-    yield _check_worker(config, estimate, answers)
+    num_cpus = sum(answer.node.num_cpus for answer in answers)
+    counts = [(answer, workers_on(answer.node, config, num_cpus)) for answer in answers]
+    # Ray fills one node before the next.
+    placed = [(answer, str(count), count * estimate.host) for answer, count in counts if count]
+    yield check_nodes("memory of a worker", estimate, placed, estimate.remedy(config, on_gpu=False))
     if config.gpu:
         nodes = [answer.node for answer in answers if has_gpu_of(config, answer.node)]
         yield check_gpu("memory of a GPU", estimate, nodes, estimate.remedy(config, on_gpu=True))
@@ -78,22 +82,6 @@ def check_memory(
     listed = data.negatives_per_pair if data is not None and config.negatives.explicit else 0.0
     yield from _check_bank(config, num_samples, answers, num_documents=round(num_samples * (1 + listed)))
     return profiles[0].learned
-
-
-def _check_worker(config: RunConfig, estimate: MemoryEstimate, answers: Answers) -> CheckResult:
-    """Compare the memory of each node with the workers that it may get: Ray fills one node before the next."""
-    name, host = "memory of a worker", estimate.host
-    seen = f"about {format_bytes(host)} " + ("beside the GPU " if config.gpu else "")
-    seen += f"({estimate.describe(on_gpu=False)})"
-    num_cpus = sum(answer.node.num_cpus for answer in answers)
-    counts = [(answer, workers_on(answer.node, config, num_cpus)) for answer in answers]
-    counts = [(answer, count) for answer, count in counts if count]
-    if not counts:
-        return passed(name, f"{seen}; no node can hold one now, so nothing to compare ({AUTOSCALING})")
-    answer, count = min(counts, key=lambda each: available_memory(each[0]) - each[1] * host)
-    available = available_memory(answer)
-    seen += f"; {count} on {answer.node.name}, which has {format_bytes(max(0.0, available))} free"
-    return passed_if(count * host <= available, name, seen, estimate.remedy(config, on_gpu=False))
 
 
 def check_decoded_data(config: RunConfig, data: DataSummary, answers: Answers) -> CheckResult:
