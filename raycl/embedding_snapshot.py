@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from raycl.errors import DataError
+from raycl.errors import DataError, one_line
 from raycl.storage import Place, check_plain
 
 FOLDER, OLD_FOLDER = "embedding_snapshots", "portrait"
@@ -139,6 +139,6 @@ def _read_parquet(place: Place) -> tuple[pa.Table, dict[str, Any]]:
         return table, json.loads((table.schema.metadata or {})[b"raycl"])
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         raise DataError(
-            f"{place} is not an embedding snapshot of raycl: {' '.join(str(error).split())[:200]}; remove it to "
+            f"{place} is not an embedding snapshot of raycl: {one_line(error)}; remove it to "
             "write the report without it"
         ) from error
