@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from raycl.errors import DataError
+from raycl.errors import DataError, one_line
 from raycl.storage import Place, check_plain
 
 Content = TypeVar("Content")
@@ -141,6 +141,6 @@ def _parsed(place: Place, parse: Callable[[pa.Table, Any], Content]) -> Content:
         return parse(table, json.loads((table.schema.metadata or {})[b"raycl"]))
     except (pa.ArrowException, OSError, LookupError, ValueError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{place} is not an embedding snapshot of raycl: {' '.join(str(error).split())[:200]}; remove it to "
+            f"{place} is not an embedding snapshot of raycl: {one_line(error)}; remove it to "
             "write the report without it"
         ) from error

@@ -68,6 +68,11 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0].rstrip(": ") or type(error).__name__
 
 
+def one_line(error: BaseException, *, most: int = 200) -> str:
+    """Return an error's message in one line of at most this many characters."""
+    return " ".join(str(error).split())[:most]
+
+
 def last_line(error: BaseException) -> str:
     """Return the last line of an error's message: the cause, for an error of another process."""
     return str(error).strip().rpartition("\n")[2].strip() or type(error).__name__

@@ -1,7 +1,7 @@
 """The registry of losses, with their requirements; imports no torch."""
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, final
 
@@ -201,6 +201,12 @@ def join_names(names: Iterable[str]) -> str:
     """Join names as ``a, b or c``."""
     *first, last = names
     return f"{', '.join(first)} or {last}" if first else last
+
+
+def losses_that(fit: Callable[[LossSpec], object]) -> str:
+    """Join the names of the losses whose spec fits; empty if there are none."""
+    names = [name for name, spec in LOSSES.items() if fit(spec)]
+    return join_names(names) if names else ""
 
 
 def cross_entropy_for(*, key: str, pairs: bool, store: str, in_batch: bool) -> str:

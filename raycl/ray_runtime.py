@@ -31,6 +31,7 @@ from ray._private import ray_constants, services, utils, worker
 from ray._private.authentication import authentication_token_setup as tokens
 from ray._private.node import Node
 from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycl.arguments import check_type
 from raycl.errors import ConfigError, RayclError, RunError, first_line
@@ -230,6 +231,15 @@ def crowding(workers: int) -> str | None:
         f"{workers} workers share {cpus:g} CPU{'' if cpus == 1 else 's'}, which makes each of them slower; "
         f"lower --workers to {max(1, int(cpus))}, or join a larger cluster by --address"
     )
+
+
+def helper_actor(kind: type, **options: Any) -> Any:
+    """Return the class of an actor that takes no CPU and stays on this node; ``options`` are Ray's.
+
+    The driver uses it: no autoscaler removes its node during a run.
+    """
+    here: Any = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return ray.remote(num_cpus=0, scheduling_strategy=here, **options)(kind)
 
 
 def object_store_bytes() -> float:

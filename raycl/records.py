@@ -271,10 +271,9 @@ def complete_checkpoints(output: Place) -> list[str]:
 def _read_list(folder: Place) -> dict[str, Any]:
     place = folder / CHECKPOINT_LIST
     for _ in range(_LIST_ATTEMPTS):
-        try:
-            return json.loads(place.read_text())
-        except json.JSONDecodeError:
-            time.sleep(_LIST_WAIT_S)  # Ray rewrites the file in place, so it may be incomplete
+        if (listed := _read(place)) is not None:
+            return listed
+        time.sleep(_LIST_WAIT_S)  # Ray rewrites the file in place, so it may be incomplete
     copy = copied_list(folder)
     if copy is not None:
         return copy

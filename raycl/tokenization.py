@@ -19,7 +19,7 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from raycl.errors import ConfigError, DataError, InvalidValueError
+from raycl.errors import ConfigError, DataError, InvalidValueError, one_line
 
 PADDING = 0
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
@@ -93,8 +93,7 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises Exception itself
             raise ConfigError(
-                f"the tokenizer is damaged: {' '.join(str(error).split())[:200]}; "
-                "give the content of a tokenizer.json"
+                f"the tokenizer is damaged: {one_line(error)}; give the content of a tokenizer.json"
             ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from raycl.batchnorm import replace_batchnorm
-from raycl.models.encoder_io import save_encoder
+from raycl.models.encoder_io import ImageEncoder, save_encoder
 from raycl.models.specs import HeadSpec, ImageEncoderSpec
 from raycl.models.towers import build_projection_head
 from raycl.storage import Place
+from tests.pairs import small_network
 
 
 def perturbed(module: nn.Module, seed: int = 0) -> nn.Module:
@@ -23,6 +24,20 @@ def perturbed(module: nn.Module, seed: int = 0) -> nn.Module:
             if value.is_floating_point():
                 value += 0.2 * torch.rand(value.shape, generator=generator)
     return module
+
+
+def image_encoder() -> ImageEncoder:
+    """Return an untrained encoder of gray images of 8 pixels."""
+    spec = ImageEncoderSpec(
+        name="tests.pairs:small_network",
+        image_size=8,
+        stored_size=8,
+        channels=1,
+        mean=(0.5,),
+        std=(0.5,),
+        representation_dim=32,
+    )
+    return ImageEncoder(small_network(), spec).eval()
 
 
 def write_images_run(output: Path | str, name: str, *, head: HeadSpec | None = None, **values: Any) -> str:

@@ -17,9 +17,9 @@ from raycl.data.columns import ColumnNames
 from raycl.errors import ConfigError, RayclError, RunError, ShardAwayError, StorageError
 from raycl.negatives import KeyQueue, MemoryBank, Negatives, rpc, start
 from raycl.negatives.actor import BankActor, MemoryBankActor, QueueActor
+from raycl.negatives.averages import normalized
 from raycl.negatives.bank import Bank, connect_bank
 from raycl.negatives.client import MemoryBankClient, QueueClient
-from raycl.negatives.memory_bank import normalized
 from raycl.negatives.rpc import ShardConnection
 from raycl.negatives.search import checked_query, nearest
 from raycl.negatives.snapshot import Current, read_current, shard_place, write_current, write_samples

@@ -506,26 +506,28 @@ def test_a_released_pool_holds_no_encoder_until_another_attempt_publishes_weight
     run(check())
 
 
-def ray_with_a_noisy_core() -> SimpleNamespace:
-    """Return a Ray whose core writes a line to stderr at the start of an actor."""
+def give_a_noisy_core(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    """Replace Ray by one whose core writes a line to stderr at the start of an actor."""
 
     def start(*_: Any) -> str:
         os.write(2, b"core_worker.cc: an actor has constructor arguments in the object store\n")
         return "actor"
 
-    return SimpleNamespace(
+    noisy = SimpleNamespace(
         remote=lambda **_: lambda _: SimpleNamespace(remote=start),
         get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "0" * 56),
         put=lambda value: value,
         get=None,
         kill=lambda _: None,
     )
+    for name in (module, "raycl.ray_runtime"):
+        monkeypatch.setattr(f"{name}.ray", noisy)
 
 
 def test_a_pool_starts_without_lines_of_rays_core(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("raycl.training.encoder_pool.ray", ray_with_a_noisy_core())
+    give_a_noisy_core(monkeypatch, "raycl.training.encoder_pool")
     with start_pool(lambda: None, least=1, most=1, resources={"CPU": 1}) as pool:  # type: ignore[arg-type]
         os.write(2, b"later\n")
     assert pool.actor == "actor"

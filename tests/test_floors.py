@@ -23,7 +23,7 @@ LAYERS = (  # lowest first; packages in the same layer do not import each other
     {"config"},
     {"config.overrides", "tracking", "models.build"},
     {"recipes"},
-    {"progress", "cli.ray_options", "training.coordinator"},
+    {"progress", "cli.options", "training.coordinator"},
     {"training", "inference"},
     {"preparation", "report", "tuning"},
     {"evaluation.classification", "evaluation.retrieval", "evaluation.sts", "step_replay"},

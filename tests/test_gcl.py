@@ -14,8 +14,7 @@ from raycl.losses import clip, dcl, gcl
 from raycl.losses.dcl import decoupled
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.gcl import Gcl
-from raycl.losses.objective import Partition, StoreBatch
-from raycl.losses.view_pairs import mean_over_pairs, pair_views
+from raycl.losses.objective import Partition, StoreBatch, mean_over_pairs, pair_views
 from raycl.negatives import MemoryBank
 from tests.embeddings import make_views
 from tests.gradients import assert_close, leaves, value_and_gradients

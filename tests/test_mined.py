@@ -41,7 +41,7 @@ from raycl.training.miner import CorpusEncoder, Miner, MinerUpdate, Rows, Search
 from raycl.training.mining import MinerClient, document_bank_spec, start_miner
 from raycl.training.transforms import PairTransform
 from tests.pairs import clicks, rows_of, small_config, vocabulary
-from tests.test_encoder_pool import ray_with_a_noisy_core
+from tests.test_encoder_pool import give_a_noisy_core
 from tests.test_mining import exclusions, joined
 
 pytestmark = pytest.mark.usefixtures("one_thread", "process_settings")
@@ -334,7 +334,7 @@ def test_a_miner_that_waits_for_encoders_follows_a_new_group_at_once(monkeypatch
 def test_a_miner_starts_without_lines_of_rays_core(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("raycl.training.mining.ray", ray_with_a_noisy_core())
+    give_a_noisy_core(monkeypatch, "raycl.training.mining")
     monkeypatch.setattr("raycl.training.mining.open_pool", lambda *_, **__: nullcontext("pool"))
     job: Any = SimpleNamespace(
         config=CONFIG, coordinator=None, vocabulary="some", network=None, corpus=None, stream=None

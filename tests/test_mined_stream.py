@@ -36,7 +36,7 @@ from raycl.training.mining import MinerClient
 from raycl.training.preflight import column_names
 from raycl.training.transforms import Transform, build_transform
 from tests.pairs import clicks, rows_of, small_config, vocabulary
-from tests.test_encoder_pool import ray_with_a_noisy_core
+from tests.test_encoder_pool import give_a_noisy_core
 from tests.test_mined import LocalBank, LocalRay, newest_table, numpy_weights
 from tests.test_mined_lists import lists, meanings, text_ids
 
@@ -422,7 +422,7 @@ def test_the_pool_of_a_miner_leaves_the_cpus_of_workers_and_data_tasks(
 ) -> None:
     """An encoder that waits for CPUs would take those of the tasks that read a stream, whose rows the workers await."""
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 4.0})
-    monkeypatch.setattr("raycl.training.mining.ray", ray_with_a_noisy_core())
+    give_a_noisy_core(monkeypatch, "raycl.training.mining")
     monkeypatch.setattr("raycl.training.banks.ray", MagicMock())
     monkeypatch.setattr("raycl.training.banks.start_bank", MagicMock())
     monkeypatch.setattr("raycl.training.banks.read_corpus", lambda _: (None, None, np.arange(NUM_ROWS)))

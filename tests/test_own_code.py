@@ -17,11 +17,11 @@ from raycl.augment.images import center_view
 from raycl.batchnorm import replace_batchnorm
 from raycl.errors import ConfigError
 from raycl.losses import clip, dcl, nt_xent, poly_view, siglip, supcon
-from raycl.models.encoder_io import ImageEncoder, save_encoder
-from raycl.models.specs import ImageEncoderSpec
+from raycl.models.encoder_io import save_encoder
 from raycl.negatives import KeyQueue, MemoryBank
 from raycl.optim import build_optimizer
 from raycl.storage import Place
+from tests.encoders import image_encoder
 from tests.pairs import small_config, small_network
 from tests.test_saved_text import load_texts
 from tests.towers import save
@@ -30,19 +30,6 @@ PIXELS = np.random.default_rng(0).integers(0, 256, (6, 12, 12, 3), np.uint8)
 IDS = np.arange(6)
 AUGMENTATION = ImageAugmentation(size=8, channels=3, mean=(0.5,) * 3, std=(0.25,) * 3, rotation=20.0)
 COLORS = {"mean": (0.5,) * 3, "std": (0.25,) * 3}
-
-
-def image_encoder() -> ImageEncoder:
-    spec = ImageEncoderSpec(
-        name="tests.pairs:small_network",
-        image_size=8,
-        stored_size=8,
-        channels=1,
-        mean=(0.5,),
-        std=(0.5,),
-        representation_dim=32,
-    )
-    return ImageEncoder(small_network(), spec).eval()
 
 
 # ---- encoders

@@ -14,8 +14,8 @@ from raycl.data.columns import ColumnNames
 from raycl.errors import ConfigError, DataError
 from raycl.evaluation.retrieval import Task, benchmark_task, evaluate_retrieval, image_task, pair_task
 from raycl.models.encoder_io import save_encoder
-from raycl.models.specs import ImageEncoderSpec
 from raycl.storage import Place
+from tests.encoders import image_encoder
 from tests.pairs import small_config
 from tests.test_saved_text import save
 
@@ -349,15 +349,7 @@ def test_retrieval_of_images_needs_an_encoder_of_captions(tmp_path: Path) -> Non
     save(small_config("clip"), tmp_path / "both")
     with pytest.raises(DataError, match="there is nothing at .*captioned"):  # tried to read the data set
         evaluate_retrieval(run=str(tmp_path / "both"), test=str(tmp_path / "captioned"))
-    spec = ImageEncoderSpec(
-        name="tests.pairs:small_network",
-        image_size=8,
-        stored_size=8,
-        channels=1,
-        mean=(0.5,),
-        std=(0.5,),
-        representation_dim=32,
-    )
-    save_encoder(spec.build(), spec, Place(str(tmp_path / "images")))
+    encoder = image_encoder()
+    save_encoder(encoder.network, encoder.spec, Place(str(tmp_path / "images")))
     with pytest.raises(ConfigError, match="an encoder of images and none of captions; use knn or linear"):
         evaluate_retrieval(run=str(tmp_path / "images"), test=str(tmp_path / "captioned"))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raycl.errors import ConfigError, RayclError, RunError
-from raycl.negatives import KeyQueue, MemoryBank, Negatives, draw_slots, memory_bank
+from raycl.negatives import KeyQueue, MemoryBank, Negatives, averages, draw_slots
 
 DIM = 5
 SETTINGS = settings(deadline=None, max_examples=100)
@@ -303,8 +303,8 @@ def test_draw_is_uniform(num_slots: int, num: int) -> None:
 
 
 def test_initial_rows_and_draws_do_not_share_random_numbers() -> None:
-    purposes = memory_bank._INITIAL_ROWS, memory_bank._DRAWS
-    streams = [memory_bank._generator(0, 0, purpose) for purpose in purposes]
+    purposes = averages._INITIAL_ROWS, averages.DRAWS
+    streams = [averages.random_stream(0, 0, purpose) for purpose in purposes]
     assert not np.isin(*(stream.random(100) for stream in streams)).any()
 
 

@@ -24,11 +24,10 @@ from raycl.config.schema import TrackingConfig
 from raycl.errors import ConfigError
 from raycl.storage import Place
 from raycl.tracking import tensorboard, trackers
-from raycl.tracking.background import MAX_WAITING, BackgroundTracker
 from raycl.tracking.base import MetricsRecord
 from raycl.tracking.mlflow import MlflowRun
 from raycl.tracking.tensorboard import EventFiles
-from raycl.tracking.trackers import Trackers, check_trackers, open_trackers
+from raycl.tracking.trackers import MAX_WAITING, BackgroundTracker, Trackers, check_trackers, open_trackers
 from raycl.training.preflight import check_output
 from tests.conftest import BUCKET
 

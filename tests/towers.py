@@ -6,13 +6,9 @@ from pathlib import Path
 import torch
 
 from raycl.config import RunConfig
-from raycl.data.split import Holdout
-from raycl.models.build import build_towers
+from raycl.models.build import build_towers, save_towers
 from raycl.models.towers import Towers
 from raycl.storage import Place
-from raycl.training.encoder_files import save_towers
-from raycl.training.job import Job
-from raycl.training.preflight import column_names
 from tests.pairs import vocabulary
 
 
@@ -30,19 +26,7 @@ def trained(config: RunConfig, *, seed: int = 0) -> Towers:
 def save(config: RunConfig, output: Path) -> Towers:
     """Save towers as in a run, and return them."""
     towers = trained(config)
-    job = Job(
-        config=config,
-        output=Place(str(output)),
-        blocks=(),
-        stream=None,
-        num_train=(1,),
-        holdout=Holdout(seed=0),
-        coordinator=None,
-        is_evaluated=False,
-        columns=column_names(config),
-        vocabulary=vocabulary(),
-    )
-    save_towers(towers, job)
+    save_towers(towers, config, vocabulary().tokenizer, Place(str(output)))
     return towers
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from raycl.cli.ray_options import Address, Debug, Name, connect
+from raycl.cli.options import BankName, Debug, RunningRay, connect
 from raycl.cli.serve import serve
 from raycl.display import format_value, text_table
 from raycl.errors import ConfigError, DataError, RunError
@@ -45,7 +45,7 @@ def explain(context: typer.Context) -> None:
 
 
 @bank.command("list")
-def list_(address: Address = None, as_json: Json = False, debug: Debug = False) -> None:
+def list_(address: RunningRay = None, as_json: Json = False, debug: Debug = False) -> None:
     """List the banks with their kind, size and run."""
     connect(address, debug)
     from raycl.negatives.bank import list_banks
@@ -60,7 +60,7 @@ def list_(address: Address = None, as_json: Json = False, debug: Debug = False) 
 
 
 @bank.command()
-def stats(name: Name, address: Address = None, as_json: Json = False, debug: Debug = False) -> None:
+def stats(name: BankName, address: RunningRay = None, as_json: Json = False, debug: Debug = False) -> None:
     """Show statistics: rows, ages, norms, throughput, and the nodes of the shards."""
     found = _connect(name, address, debug).stats()
     if as_json:
@@ -70,7 +70,7 @@ def stats(name: Name, address: Address = None, as_json: Json = False, debug: Deb
 
 @bank.command()
 def nearest(
-    name: Name,
+    name: BankName,
     sample_id: Annotated[
         int | None,
         typer.Option("--id", min=MIN_ID, max=MAX_ID, help="Query by the newest row of this sample."),
@@ -86,7 +86,7 @@ def nearest(
         str | None, typer.Option(help="Query by an embedding: a .npy file or a JSON list; local or s3://.")
     ] = None,
     k: Annotated[int, typer.Option("-k", help="Number of neighbors.")] = 10,
-    address: Address = None,
+    address: RunningRay = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -115,11 +115,11 @@ def nearest(
 
 @bank.command()
 def get(
-    name: Name,
+    name: BankName,
     sample_ids: Annotated[
         list[int], typer.Option("--id", min=MIN_ID, max=MAX_ID, help="Sample id; repeat for several.")
     ],
-    address: Address = None,
+    address: RunningRay = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -149,9 +149,9 @@ def get(
 
 @bank.command()
 def export(
-    name: Name,
+    name: BankName,
     output: Annotated[str, typer.Option(help="Folder of parquet files to write; local or s3://.")],
-    address: Address = None,
+    address: RunningRay = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:

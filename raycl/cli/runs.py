@@ -14,6 +14,10 @@ from raycl.errors import ConfigError
 if TYPE_CHECKING:
     from raycl.report.listing import RunSummary
 
+MovedData = Annotated[
+    list[str] | None, typer.Option(help="The data of the run, if they have moved; may be repeated.")
+]
+
 
 def evaluate(
     measure: Annotated[str, typer.Argument(help="knn, linear, retrieval or sts.")],
@@ -186,9 +190,7 @@ def replay(
         str | None, typer.Option("--json", help="File to write the result to as JSON; local or s3://.")
     ] = None,
     html: Annotated[str | None, typer.Option(help="Page to write with pictures; local or s3://.")] = None,
-    data: Annotated[
-        list[str] | None, typer.Option(help="The data of the run, if they have moved; may be repeated.")
-    ] = None,
+    data: MovedData = None,
     debug: Debug = False,
 ) -> None:
     """Make a step of a run again, and show which negatives pushed each query; needs no Ray."""
@@ -221,9 +223,7 @@ def certify(
     check: Annotated[
         str | None, typer.Option(help="Check this certificate and the files of its run; needs no data.")
     ] = None,
-    data: Annotated[
-        list[str] | None, typer.Option(help="The data of the run, if they have moved; may be repeated.")
-    ] = None,
+    data: MovedData = None,
     debug: Debug = False,
 ) -> None:
     """Check a run against its chain of hashes, compute some steps again, and write a certificate; needs no Ray."""

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import typer
 
-from raycl.cli.ray_options import Address, Debug, Name, connect
+from raycl.cli.options import BankName, Debug, RunningRay, connect
 from raycl.errors import ConfigError, RunError
 
 _POLL_S, _NUM_MISSED = 2.0, 3
@@ -33,7 +33,7 @@ Token = Annotated[
 
 
 def serve(
-    name: Name,
+    name: BankName,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     data: Annotated[
@@ -42,7 +42,7 @@ def serve(
     run: Annotated[
         str | None, typer.Option(help="Run whose encoder embeds images and texts; default: the bank's run.")
     ] = None,
-    address: Address = None,
+    address: RunningRay = None,
     token: Token = None,
     debug: Debug = False,
 ) -> None:

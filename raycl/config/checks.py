@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from raycl.config.conditions import why_inactive
 from raycl.config.schema import SMALLEST_VIEW, PoolConfig
 from raycl.config.stage import Stage
-from raycl.loss_specs import LOSSES, MIN_TEMPERATURE, MIXED, join_names
+from raycl.loss_specs import LOSSES, MIN_TEMPERATURE, MIXED, join_names, losses_that
 from raycl.models.registry import VITS
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ def _problem_of_weights(run: "RunConfig", stage: Stage) -> str | None:
     loss = stage.loss if not LOSSES[stage.loss].row_weights else MIXED
     return (
         f"loss {loss} does not weight rows; remove data.columns.weight, or set loss to "
-        f"{join_names(name for name, spec in LOSSES.items() if spec.row_weights)} without a hinge_weight"
+        f"{losses_that(lambda spec: spec.row_weights)} without a hinge_weight"
     )
 
 
@@ -332,29 +332,22 @@ def _problem_of_loss(run: "RunConfig", loss: str) -> str | None:
     if explicit and spec.pairs and not spec.explicit_negatives:
         return (
             f"loss {loss} cannot use explicit negatives; set negatives.explicit=false, or loss to "
-            f"{join_names(name for name, each in LOSSES.items() if each.pairs and each.explicit_negatives)}"
+            f"{losses_that(lambda each: each.pairs and each.explicit_negatives)}"
         )
     is_mined = run.negatives.mined.num > 0 and not why_inactive(run, "negatives.mined")
     if store == "none" and not (in_batch or explicit or is_mined):
         store = ", or a negatives.store" if spec.stored_negatives else ""
         return f"{loss} has no negatives; set negatives.in_batch=true{store}"
     if spec.needs_batch and not in_batch:
-        others = [
-            name
-            for name, each in LOSSES.items()
-            if each.fits(key=run.key, pairs=run.has_two_towers, store=store, in_batch=False)
-        ]
-        other = f", or loss to {join_names(others)}" if others else ""
+        others = losses_that(
+            lambda each: each.fits(key=run.key, pairs=run.has_two_towers, store=store, in_batch=False)
+        )
+        other = f", or loss to {others}" if others else ""
         return f"loss {loss} needs in-batch negatives; set negatives.in_batch=true{other}"
     if run.has_two_towers and not spec.pairs:
-        fitting = [
-            name
-            for name, each in LOSSES.items()
-            if each.fits(key=run.key, pairs=True, store=store, in_batch=in_batch)
-        ]
+        fitting = losses_that(lambda each: each.fits(key=run.key, pairs=True, store=store, in_batch=in_batch))
         return (
-            f"loss {loss} compares views of one sample, but data.kind {kind} has pairs; "
-            f"set loss to {join_names(fitting)}"
+            f"loss {loss} compares views of one sample, but data.kind {kind} has pairs; set loss to {fitting}"
         )
     if spec.neighbors and not run.has_prediction_head:
         return f"loss {loss} compares neighbors with predictions; set prediction_head.num_layers to 1, 2 or 3"
@@ -385,7 +378,7 @@ def _check_guide(run: "RunConfig") -> str | None:
         )
     for stage in run.stages:
         if not LOSSES[stage.loss].guided:
-            guided = join_names(name for name, spec in LOSSES.items() if spec.guided)
+            guided = losses_that(lambda spec: spec.guided)
             return f"loss {stage.loss} cannot use negatives.guide; remove it, or set loss to {guided}"
         if stage.has_hinge:
             return (
@@ -419,10 +412,8 @@ def _check_mined(run: "RunConfig") -> str | None:
         )
     for stage in run.stages:
         if not LOSSES[stage.loss].explicit_negatives:
-            able = join_names(
-                name
-                for name, each in LOSSES.items()
-                if each.explicit_negatives and each.is_for_pairs <= run.has_two_towers
+            able = losses_that(
+                lambda each: each.explicit_negatives and each.is_for_pairs <= run.has_two_towers
             )
             return (
                 f"loss {stage.loss} cannot use mined negatives; set negatives.mined.num=0, or loss to {able}"

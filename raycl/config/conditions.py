@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 from pydantic import BaseModel
 
 from raycl.config.schema import PoolConfig, ViewsConfig
-from raycl.loss_specs import LOSSES, join_names
+from raycl.loss_specs import LOSSES, join_names, losses_that
 from raycl.models.registry import VITS, has_blocks, is_transformer
 
 if TYPE_CHECKING:
@@ -53,9 +53,8 @@ def when(setting: str, *values: object) -> Condition:
 
 
 def _when_loss_has(setting: str) -> Condition:
-    losses = join_names(name for name, spec in LOSSES.items() if setting in spec.settings)
     return Condition(
-        f"loss {losses}",
+        f"loss {losses_that(lambda spec: setting in spec.settings)}",
         lambda run, index: setting in LOSSES[run.stages[index].loss].settings,
         "stages.N.loss",
     )
@@ -116,7 +115,7 @@ _EVALUATION = Condition(
 _ROLLBACK = when("monitor.on_collapse", "rollback")
 _CHUNKS = Condition("a chunk_size", lambda run, index: run.stages[index].chunk_size is not None)
 _MIXES = Condition(
-    f"loss {join_names(name for name, spec in LOSSES.items() if spec.mixes)}",
+    f"loss {losses_that(lambda spec: spec.mixes)}",
     lambda run, index: LOSSES[run.stages[index].loss].mixes,
     "stages.N.loss",
 )
@@ -124,10 +123,10 @@ _HINGE = Condition(
     "loss hinge or a hinge_weight above 0", lambda run, index: run.stages[index].has_hinge, "stages.N.loss"
 )
 _PREDICTED = Condition(
-    f"loss {join_names(name for name, spec in LOSSES.items() if spec.predicts)} in all stages",
+    f"loss {losses_that(lambda spec: spec.predicts)} in all stages",
     lambda run, _: all(LOSSES[stage.loss].predicts for stage in run.stages),
 )
-_LEARNS_TEMPERATURE = join_names(name for name, spec in LOSSES.items() if spec.learns)
+_LEARNS_TEMPERATURE = losses_that(lambda spec: spec.learns)
 
 # By setting or section, a stage's as ``stages.N.NAME``; all conditions of a setting and its sections must hold.
 CONDITIONS: dict[str, tuple[Condition, ...]] = {

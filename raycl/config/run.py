@@ -213,6 +213,11 @@ class RunConfig(Section):
         return (self.encoder.name, *of_texts)
 
     @property
+    def encoder_of_texts(self) -> EncoderConfig:
+        """The network of captions, or of other texts if the samples are no images."""
+        return self.text_encoder if self.data.kind == "image_text" else self.encoder
+
+    @property
     def counts_tokens(self) -> bool:
         """Whether the encoder of texts may start from the frequencies of tokens, as a bag of subwords does."""
         return self.has_texts and not is_transformer(self.encoder_names[-1])
@@ -220,7 +225,7 @@ class RunConfig(Section):
     @property
     def has_pretrained_tokenizer(self) -> bool:
         """Whether the tower of texts is a pretrained model, which has a tokenizer."""
-        encoder = self.text_encoder if self.data.kind == "image_text" else self.encoder
+        encoder = self.encoder_of_texts
         is_model = self.has_texts and encoder.name.startswith(HUGGING_FACE)
         return is_model and encoder.kwargs.get("pretrained", True)
 

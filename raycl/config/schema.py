@@ -504,6 +504,11 @@ class NegativesConfig(Section):
     mined: MinedConfig = MinedConfig()
     """Explicit negatives that are mined during training."""
 
+    @property
+    def has_slots(self) -> bool:
+        """Whether the store has a slot for each sample."""
+        return self.store in ("memory_bank", "partition")
+
 
 @final
 class BankConfig(Section):

@@ -15,13 +15,13 @@ import pyarrow as pa
 import ray
 from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR as HOOK
 from ray.train.collective import broadcast_from_rank_zero
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycl.data.codecs import Formats
 from raycl.data.in_memory import InMemoryDataset
 from raycl.data.prefetch import Prefetched
 from raycl.data.sampler import BatchShard, bucketed, grouped
 from raycl.gpus import available_cores
+from raycl.ray_runtime import helper_actor
 
 # Given an epoch and the number of its first rows that are not needed: its rows without some of these, and how many rows
 # these are. The rows are a Ray Dataset, or for a LocalReader the numbers of its fragments.
@@ -171,12 +171,11 @@ class StreamReader:
         """Start an actor in place of the last one."""
         last, self._cutter = self._actor, cutter
         if rank == 0:
-            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-            options: dict[str, Any] = {"scheduling_strategy": here, "max_concurrency": cutter.num_workers + 2}
+            options: dict[str, Any] = {"max_concurrency": cutter.num_workers + 2}
             if os.environ.get(HOOK, "").startswith("raycl."):
                 # It does not need the modules that a new worker imports, and must not take a process from the workers.
                 options["runtime_env"] = {"env_vars": {HOOK: ""}}
-            self._actor = _WindowActor.options(**options).remote(cutter)
+            self._actor = helper_actor(_Windows, **options).remote(cutter)
         if cutter.num_workers > 1:
             self._actor = broadcast_from_rank_zero(self._actor if rank == 0 else None)
         if rank == 0 and last is not None:
@@ -324,9 +323,6 @@ class _Windows:
         async with self._changed:
             self._error = error
             self._changed.notify_all()
-
-
-_WindowActor: Any = ray.remote(num_cpus=0)(_Windows)
 
 
 def _blocks(dataset: ray.data.Dataset) -> Iterator[RowRange]:

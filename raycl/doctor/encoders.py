@@ -4,19 +4,10 @@ from collections.abc import Iterator, Sequence
 
 from raycl.config import RunConfig
 from raycl.config.schema import PoolConfig
-from raycl.display import format_bytes
-from raycl.doctor.checks import AUTOSCALING
-from raycl.doctor.estimate import (
-    CUDA_BYTES,
-    Answers,
-    MemoryEstimate,
-    available_memory,
-    smallest_gpu,
-    workers_on,
-)
+from raycl.doctor.estimate import Answers, MemoryEstimate, check_gpu, check_nodes, workers_on
 from raycl.doctor.memory_profile import MemoryProfile
-from raycl.doctor.nodes import Node, NodeAnswer, NodeInfo
-from raycl.doctor.result import CheckResult, passed, passed_if
+from raycl.doctor.nodes import Node
+from raycl.doctor.result import CheckResult
 from raycl.training.miner import TEXTS_TOGETHER
 from raycl.training.pools import nodes_for, pools_of
 
@@ -25,15 +16,24 @@ def check_pools(
     config: RunConfig, profiles: Sequence[MemoryProfile], worker: MemoryEstimate, answers: Answers
 ) -> Iterator[CheckResult]:
     """Yield the results for each pool of encoders, beside workers of this size."""
+    num_cpus = sum(answer.node.num_cpus for answer in answers)
     for section, pool in pools_of(config).items():
-        encoder, labeled = (
-            estimate_encoder(config, section, profiles),
-            {node["NodeID"] for node in nodes_for(pool)},
-        )
-        yield _check_node(config, section, encoder, answers, labeled=labeled, worker=worker)
+        encoder = estimate_encoder(config, section, profiles)
+        labeled = {node["NodeID"] for node in nodes_for(pool)}
+        chosen = [answer for answer in answers if answer.node.node_id in labeled]
+        placed = []
+        for answer in chosen:
+            workers = workers_on(answer.node, config, num_cpus)
+            if encoders := _encoders_on(answer.node, config, pool, workers, num_cpus):
+                text = f"{encoders} beside {workers} worker{'' if workers == 1 else 's'}"
+                placed.append((answer, text, workers * worker.host + encoders * encoder.host))
+        name = f"memory of an encoder of {section}"
+        remedy = f"lower {section}.actors, set {section}.node_label to nodes without workers, or add nodes"
+        yield check_nodes(name, encoder, placed, remedy)
         if pool.gpus_per_actor:
-            nodes = [answer.node for answer in answers if answer.node.node_id in labeled]
-            yield _check_gpu(section, encoder, nodes, share=min(1.0, pool.gpus_per_actor))
+            nodes = [answer.node for answer in chosen]
+            name, remedy = f"GPU of an encoder of {section}", f"raise {section}.gpus_per_actor"
+            yield check_gpu(name, encoder, nodes, remedy, share=min(1.0, pool.gpus_per_actor))
 
 
 def estimate_encoder(config: RunConfig, section: str, profiles: Sequence[MemoryProfile]) -> MemoryEstimate:
@@ -59,42 +59,6 @@ def estimate_encoder(config: RunConfig, section: str, profiles: Sequence[MemoryP
     return max(estimates, key=lambda estimate: estimate.total)
 
 
-def _check_node(
-    config: RunConfig,
-    section: str,
-    estimate: MemoryEstimate,
-    answers: Answers,
-    *,
-    labeled: set[str],
-    worker: MemoryEstimate,
-) -> CheckResult:
-    """Compare the memory of each labeled node with the encoders that it may get beside its workers."""
-    pool, name, host = pools_of(config)[section], f"memory of an encoder of {section}", estimate.host
-    seen = f"about {format_bytes(host)} " + ("beside the GPU " if pool.gpus_per_actor else "")
-    seen += f"({estimate.describe(on_gpu=False)})"
-    num_cpus = sum(answer.node.num_cpus for answer in answers)
-    found = [
-        (answer, workers, encoders)
-        for answer in answers
-        if answer.node.node_id in labeled
-        for workers in [workers_on(answer.node, config, num_cpus)]
-        if (encoders := _encoders_on(answer.node, config, pool, workers, num_cpus))
-    ]
-    if not found:
-        return passed(name, f"{seen}; no node can hold one now, so nothing to compare ({AUTOSCALING})")
-
-    def rest(each: tuple[NodeAnswer[NodeInfo], int, int]) -> float:
-        answer, workers, encoders = each
-        return available_memory(answer) - workers * worker.host - encoders * host
-
-    tightest = min(found, key=rest)
-    answer, workers, encoders = tightest
-    beside = f"{workers} worker{'' if workers == 1 else 's'}"
-    seen += f"; {encoders} beside {beside} on {answer.node.name}, which has {format_bytes(max(0.0, available_memory(answer)))} free"
-    remedy = f"lower {section}.actors, set {section}.node_label to nodes without workers, or add nodes"
-    return passed_if(rest(tightest) >= 0, name, seen, remedy)
-
-
 def _encoders_on(node: Node, config: RunConfig, pool: PoolConfig, workers: int, num_cpus: float) -> int:
     """Return the most encoders of a pool that Ray may place on a node beside its workers."""
     num_workers = max(config.workers_of(stage) for stage in config.stages)
@@ -103,15 +67,3 @@ def _encoders_on(node: Node, config: RunConfig, pool: PoolConfig, workers: int, 
     if pool.gpus_per_actor:
         most = min(most, int((node.num_gpus - workers * config.gpu) / pool.gpus_per_actor + 1e-6))
     return max(0, most)
-
-
-def _check_gpu(section: str, estimate: MemoryEstimate, nodes: Sequence[Node], *, share: float) -> CheckResult:
-    """Compare an encoder with its share of the smallest GPU."""
-    name, num_bytes = f"GPU of an encoder of {section}", estimate.gpu + CUDA_BYTES
-    seen = f"about {format_bytes(num_bytes)} ({estimate.describe(on_gpu=True)})"
-    smallest = smallest_gpu(nodes)
-    if smallest is None:
-        return passed(name, f"{seen}; no GPU is free now, so nothing to compare")
-    part = "" if share == 1 else f"{share:g} of "
-    seen += f"; {part}the smallest has {format_bytes(share * smallest)}"
-    return passed_if(num_bytes <= share * smallest, name, seen, f"raise {section}.gpus_per_actor")

@@ -7,7 +7,9 @@ from typing import final
 from raycl.augment.images import DRAWN_PIXELS
 from raycl.config import RunConfig
 from raycl.display import format_bytes
+from raycl.doctor.checks import AUTOSCALING
 from raycl.doctor.nodes import Node, NodeAnswer, NodeInfo, ask_nodes, gpu_memory
+from raycl.doctor.result import CheckResult, passed, passed_if
 
 # Allocators keep freed memory: real workers took 1.14 to 1.32 times the sum of the parts (docs/doctor.md).
 ALLOCATOR = 4 / 3
@@ -17,6 +19,7 @@ _DRAWN_PIXEL = 40.0
 _RESERVED = 0.05  # of a node's memory: above 95% Ray kills workers
 
 Answers = Sequence[NodeAnswer[NodeInfo]]
+Placed = tuple[NodeAnswer[NodeInfo], str, float]  # a node, processes that it may get, and their bytes
 
 
 @final
@@ -103,7 +106,28 @@ def available_memory(answer: NodeAnswer[NodeInfo]) -> float:
     return 0.0 if info is None else info.free_memory - _RESERVED * info.memory
 
 
-def smallest_gpu(nodes: Sequence[Node]) -> float | None:
-    """Return the least memory of a free GPU of these nodes, in bytes; None if none is free."""
+def check_nodes(name: str, estimate: MemoryEstimate, placed: Sequence[Placed], remedy: str) -> CheckResult:
+    """Compare the memory of the tightest node with the processes that it may get."""
+    seen = f"about {format_bytes(estimate.host)} " + ("beside the GPU " if estimate.on_gpu else "")
+    seen += f"({estimate.describe(on_gpu=False)})"
+    if not placed:
+        return passed(name, f"{seen}; no node can hold one now, so nothing to compare ({AUTOSCALING})")
+    answer, text, num_bytes = min(placed, key=lambda each: available_memory(each[0]) - each[2])
+    available = available_memory(answer)
+    seen += f"; {text} on {answer.node.name}, which has {format_bytes(max(0.0, available))} free"
+    return passed_if(num_bytes <= available, name, seen, remedy)
+
+
+def check_gpu(
+    name: str, estimate: MemoryEstimate, nodes: Sequence[Node], remedy: str, *, share: float = 1.0
+) -> CheckResult:
+    """Compare the memory of a process on a GPU with its share of the smallest free GPU of these nodes."""
+    num_bytes = estimate.gpu + CUDA_BYTES
+    seen = f"about {format_bytes(num_bytes)} ({estimate.describe(on_gpu=True)})"
     answers = ask_nodes([node for node in nodes if node.num_gpus >= 1], gpu_memory, num_gpus=1)
-    return min((memory for answer in answers for _, memory in answer.value or ()), default=None)
+    smallest = min((memory for answer in answers for _, memory in answer.value or ()), default=None)
+    if smallest is None:
+        return passed(name, f"{seen}; no GPU is free now, so nothing to compare")
+    part = "" if share == 1 else f"{share:g} of "
+    seen += f"; {part}the smallest has {format_bytes(share * smallest)}"
+    return passed_if(num_bytes <= share * smallest, name, seen, remedy)

@@ -12,21 +12,19 @@ import ray
 from raycl.config import RunConfig, Stage
 from raycl.data.embeddings import count_embeddings
 from raycl.display import format_bytes
-from raycl.doctor.checks import AUTOSCALING
 from raycl.doctor.data import DataSummary
 from raycl.doctor.encoders import check_pools
 from raycl.doctor.estimate import (
-    CUDA_BYTES,
     Answers,
     MemoryEstimate,
     available_memory,
+    check_gpu,
+    check_nodes,
     drawing_bytes,
     has_gpu_of,
-    smallest_gpu,
     workers_on,
 )
 from raycl.doctor.memory_profile import MemoryProfile, profile_memory
-from raycl.doctor.nodes import Node
 from raycl.doctor.result import CheckResult, failed, passed, passed_if
 from raycl.errors import RayclError, last_line
 from raycl.negatives.placement import nodes_for_a_bank
@@ -70,42 +68,20 @@ def check_memory(
         remedy = "fix the recipe; the memory of a step could not be measured"
         yield failed("memory of a worker", last_line(error), remedy)
         return 0.0
-    yield _check_worker(config, estimate, answers)
+    num_cpus = sum(answer.node.num_cpus for answer in answers)
+    counts = [(answer, workers_on(answer.node, config, num_cpus)) for answer in answers]
+    # Ray fills one node before the next.
+    placed = [(answer, str(count), count * estimate.host) for answer, count in counts if count]
+    yield check_nodes("memory of a worker", estimate, placed, estimate.remedy(config, on_gpu=False))
     if config.gpu:
         nodes = [answer.node for answer in answers if has_gpu_of(config, answer.node)]
-        yield _check_gpu(config, estimate, nodes)
+        yield check_gpu("memory of a GPU", estimate, nodes, estimate.remedy(config, on_gpu=True))
     yield from check_pools(config, profiles, estimate, answers)
     if data is not None:
         yield check_decoded_data(config, data, answers)
     listed = data.negatives_per_pair if data is not None and config.negatives.explicit else 0.0
     yield from _check_bank(config, num_samples, answers, num_documents=round(num_samples * (1 + listed)))
     return profiles[0].learned
-
-
-def _check_worker(config: RunConfig, estimate: MemoryEstimate, answers: Answers) -> CheckResult:
-    """Compare the memory of each node with the workers that it may get: Ray fills one node before the next."""
-    name, host = "memory of a worker", estimate.host
-    seen = f"about {format_bytes(host)} " + ("beside the GPU " if config.gpu else "")
-    seen += f"({estimate.describe(on_gpu=False)})"
-    num_cpus = sum(answer.node.num_cpus for answer in answers)
-    counts = [(answer, workers_on(answer.node, config, num_cpus)) for answer in answers]
-    counts = [(answer, count) for answer, count in counts if count]
-    if not counts:
-        return passed(name, f"{seen}; no node can hold one now, so nothing to compare ({AUTOSCALING})")
-    answer, count = min(counts, key=lambda each: available_memory(each[0]) - each[1] * host)
-    available = available_memory(answer)
-    seen += f"; {count} on {answer.node.name}, which has {format_bytes(max(0.0, available))} free"
-    return passed_if(count * host <= available, name, seen, estimate.remedy(config, on_gpu=False))
-
-
-def _check_gpu(config: RunConfig, estimate: MemoryEstimate, nodes: Sequence[Node]) -> CheckResult:
-    name, num_bytes = "memory of a GPU", estimate.gpu + CUDA_BYTES
-    seen = f"about {format_bytes(num_bytes)} ({estimate.describe(on_gpu=True)})"
-    smallest = smallest_gpu(nodes)
-    if smallest is None:
-        return passed(name, f"{seen}; no GPU is free now, so nothing to compare")
-    seen += f"; the smallest has {format_bytes(smallest)}"
-    return passed_if(num_bytes <= smallest, name, seen, estimate.remedy(config, on_gpu=True))
 
 
 def check_decoded_data(config: RunConfig, data: DataSummary, answers: Answers) -> CheckResult:
@@ -151,7 +127,7 @@ def is_streamed(config: RunConfig, data: DataSummary | None) -> bool:
 def _check_bank(
     config: RunConfig, num_samples: int, answers: Answers, *, num_documents: int
 ) -> Iterator[CheckResult]:
-    grows_with_data = config.negatives.store in ("memory_bank", "partition") or config.negatives.mined.num
+    grows_with_data = config.negatives.has_slots or config.negatives.mined.num
     if grows_with_data and not num_samples:
         return
     shards = bank_bytes(config, num_samples, num_documents=num_documents)
@@ -231,7 +207,7 @@ def estimate_memory(
             "negatives": _store_bytes(config, num_samples),
         }
         on_host = {"process", "waiting rows"}
-        if config.negatives.store in ("memory_bank", "partition") or config.negatives.mined.num:
+        if config.negatives.has_slots or config.negatives.mined.num:
             on_host.add("negatives")
         on_gpu = frozenset(parts) - on_host if config.gpu else frozenset[str]()
         estimates.append(MemoryEstimate(stage=number, parts=parts, on_gpu=on_gpu))

@@ -1,4 +1,4 @@
-"""Encoders and towers from the configuration of a run."""
+"""Encoders and towers from the configuration of a run, and the files of its encoder."""
 
 from typing import Any, TypeVar
 
@@ -10,8 +10,9 @@ from raycl.batchnorm import replace_batchnorm, split_batchnorm, synchronize
 from raycl.config import RunConfig
 from raycl.errors import ConfigError, StorageError
 from raycl.models.custom import has_unused_parameters
+from raycl.models.encoder_io import save_encoder
 from raycl.models.image import image_example, representation_dim
-from raycl.models.registry import OWN, TOKENIZER, VITS
+from raycl.models.registry import KEY, OWN, TOKENIZER, VITS
 from raycl.models.specs import EncoderSpec, HeadSpec, ImageEncoderSpec, TextEncoderSpec
 from raycl.models.text import BagOfSubwords, text_example, text_representation_dim
 from raycl.models.towers import Tower, Towers, TwoTowers, build_projection_head
@@ -68,7 +69,7 @@ def _text_spec(config: RunConfig, tokenizer: Tokenizer) -> TextEncoderSpec:
 
 
 def _common_fields(config: RunConfig, *, is_text: bool) -> dict[str, Any]:
-    encoder = config.text_encoder if is_text and config.data.kind == "image_text" else config.encoder
+    encoder = config.encoder_of_texts if is_text else config.encoder
     is_result = config.has_two_towers and config.projection_head.num_layers
     return {
         "name": encoder.name,
@@ -195,6 +196,26 @@ def _check_image_sizes(config: RunConfig, encoder: nn.Module, dim: int) -> None:
                 f"the encoder gives {found} numbers for images of {size} pixels ({setting}), and {dim} for "
                 f"{full} (data.image_size); pool its output, or remove {setting}"
             )
+
+
+def save_towers(
+    towers: Towers, config: RunConfig, tokenizer: Tokenizer | None, output: Place, *, own: bool = False
+) -> None:
+    """Write the encoder; for two towers, also the key encoder and the projection heads.
+
+    ``own`` is an encoder of the user's, which no name builds.
+    """
+    specs = encoder_specs(config, tokenizer)
+    saved = list(zip(towers.towers, specs, (output, output / KEY), strict=False))
+    # The spec of the first tower is written last: it marks the encoder of the run as saved.
+    for tower, spec, folder in reversed(saved):
+        save_encoder(
+            tower.encoder,
+            complete_spec(spec, tower.encoder, own=own),
+            folder,
+            projection_head=None if spec.projection_head is None else tower.projection_head,
+            tokenizer=tokenizer if isinstance(spec, TextEncoderSpec) else None,
+        )
 
 
 def load_tokenizer(uri: str) -> Tokenizer:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raycl.errors import ConfigError
+from raycl.errors import ConfigError, one_line
 
 
 def build_network(name: str, build: Callable[..., Any] | None = None, /, **arguments: Any) -> nn.Module:
@@ -22,7 +22,7 @@ def build_network(name: str, build: Callable[..., Any] | None = None, /, **argum
         raise
     except Exception as error:  # the user's function may raise anything
         raise ConfigError(
-            f"cannot build encoder.name {name!r}: {' '.join(str(error).split())[:200]}; check encoder.kwargs"
+            f"cannot build encoder.name {name!r}: {one_line(error)}; check encoder.kwargs"
         ) from error
     if not isinstance(network, nn.Module):
         raise ConfigError(f"{name} must return a torch.nn.Module, came {type(network).__name__}")
@@ -41,7 +41,7 @@ def output_dim(encoder: nn.Module, example: Tensor, *, inputs: str) -> int:
         output = encoder.eval()(example.to(device))
     except Exception as error:  # the user's network may raise anything
         raise ConfigError(
-            f"the encoder does not take {inputs}: {' '.join(str(error).split())[:200]}; give one that does"
+            f"the encoder does not take {inputs}: {one_line(error)}; give one that does"
         ) from error
     encoder.train(was_training)
     if not isinstance(output, Tensor) or output.ndim != 2:
@@ -74,6 +74,5 @@ def _import_function(name: str) -> Callable[..., Any]:
         return getattr(importlib.import_module(module), function)
     except Exception as error:  # the user's module may raise anything
         raise ConfigError(
-            f"cannot find encoder.name {name!r}: {' '.join(str(error).split())[:200]}; "
-            "give package.module:function"
+            f"cannot find encoder.name {name!r}: {one_line(error)}; give package.module:function"
         ) from error

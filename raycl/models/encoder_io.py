@@ -25,7 +25,7 @@ from raycl.augment.checks import check_images
 from raycl.augment.images import as_tensor, center_view
 from raycl.batchnorm import replace_batchnorm
 from raycl.data.images import ImageFormat, InvalidImageError
-from raycl.errors import ConfigError, DataError, StorageError
+from raycl.errors import ConfigError, DataError, StorageError, one_line
 from raycl.models.registry import (
     HEAD_WEIGHTS,
     KEY,
@@ -225,9 +225,7 @@ def read_encoder(uri: str, *, side: SideName = "query") -> SavedEncoder:
         has_head = spec.projection_head is not None
         head_weights = safetensors.torch.load((output / HEAD_WEIGHTS).read_bytes()) if has_head else {}
     except (ValidationError, json.JSONDecodeError, RecursionError, safetensors.SafetensorError) as error:
-        raise StorageError(
-            f"the encoder at {uri} is damaged: {' '.join(str(error).split())[:200]}; save it again"
-        ) from error
+        raise StorageError(f"the encoder at {uri} is damaged: {one_line(error)}; save it again") from error
     return SavedEncoder(
         uri=uri,
         named_in=str(output / SPEC),
@@ -247,7 +245,7 @@ def load_state(content: bytes, where: str) -> dict[str, Any]:
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file may raise anything
         raise StorageError(
-            f"cannot read {where}: {' '.join(str(error).split())[:120] or type(error).__name__}; it is damaged, or "
+            f"cannot read {where}: {one_line(error, most=120) or type(error).__name__}; it is damaged, or "
             "holds more than tensors and plain values, which raycl never loads"
         ) from error
     if not isinstance(state, dict):
@@ -310,5 +308,5 @@ def _load_weights(network: nn.Module, weights: dict[str, Tensor], uri: str) -> N
         network.load_state_dict(weights)
     except RuntimeError as error:
         raise StorageError(
-            f"the weights at {uri} do not fit the network: {' '.join(str(error).split())[:200]}; pass the same one"
+            f"the weights at {uri} do not fit the network: {one_line(error)}; pass the same one"
         ) from error

@@ -34,6 +34,8 @@ HEAD_WEIGHTS = "projection_head.safetensors"
 SPEC = "encoder.json"
 TOKENIZER = "tokenizer.json"
 KEY = "key"
+_OF_EACH = (WEIGHTS, HEAD_WEIGHTS, SPEC)
+ENCODER_FILES = (*_OF_EACH, *(f"{KEY}/{name}" for name in _OF_EACH))  # of a run; all that may exist
 
 SideName = Literal["query", "key"]
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raycl.errors import ConfigError
+from raycl.errors import ConfigError, one_line
 from raycl.models.custom import build_network, output_dim
 from raycl.models.packed import PADDING, PackedTokens
 from raycl.models.registry import HUGGING_FACE, check_encoder_name
@@ -357,9 +357,7 @@ def _load_transformers_model(path: str, *, pretrained: bool) -> Any:
                 trust_remote_code=False,
             )
     except Exception as error:  # a damaged file may raise anything
-        raise ConfigError(
-            f"cannot read the model at {path!r}: {' '.join(str(error).split())[:200]}; save it again"
-        ) from error
+        raise ConfigError(f"cannot read the model at {path!r}: {one_line(error)}; save it again") from error
     if getattr(model, "pooler", None) is not None:
         # BERT's extra layer on [CLS] is unused here, and a parameter without gradient would stop DDP.
         model.pooler = None

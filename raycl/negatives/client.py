@@ -7,8 +7,9 @@ from typing import NamedTuple, final
 import numpy as np
 
 from raycl.negatives.actor import BankActor, MemoryBankActor, Pulled, Pushed, QueueActor, Update
+from raycl.negatives.averages import normalized
 from raycl.negatives.bank import Bank
-from raycl.negatives.memory_bank import SampleIndex, check_slots, draw_slots, normalized
+from raycl.negatives.memory_bank import SampleIndex, check_slots, draw_slots
 from raycl.negatives.rpc import PendingCall
 from raycl.negatives.store import checked
 

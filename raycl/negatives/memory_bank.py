@@ -1,6 +1,6 @@
 """The memory bank of instance discrimination: one slot for every sample."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple, final
 
 import numpy as np
@@ -8,21 +8,8 @@ from numpy.typing import DTypeLike
 
 from raycl.arguments import check_type
 from raycl.errors import ConfigError
-from raycl.negatives.partition import fill_unknown, log_mean, moved_log
+from raycl.negatives.averages import AVERAGES, DRAWS, has_direction, normalized, random_stream
 from raycl.negatives.store import Negatives, State, checked, checked_ids, empty_rows, named, negatives_in
-
-# The initial rows are drawn in blocks of this many slots of the whole bank, each with its own seed,
-# so that a shard draws its blocks only. Another size would give other rows.
-_BLOCK = 4_096
-
-# The purposes of random streams, which keep those of one seed apart.
-_INITIAL_ROWS, _DRAWS = 0, 1
-
-# Shorter sums of rows of length 1 are rounding errors, and their direction is meaningless.
-_MIN_LENGTH = 1e-6
-
-# Rows of one sample are summed as multiples of this: integers have the same sum in any order.
-_GRAIN = 2.0**-40
 
 
 @final
@@ -59,8 +46,8 @@ class MemoryBank:
         """
         check_type("seed", seed, int)
         check_type("momentum", momentum, float)
-        if kind not in tuple(_AVERAGES):
-            raise ConfigError(f"unknown kind {kind!r} of a bank; choose {' or '.join(_AVERAGES)}")
+        if kind not in tuple(AVERAGES):
+            raise ConfigError(f"unknown kind {kind!r} of a bank; choose {' or '.join(AVERAGES)}")
         if not 0 <= momentum < 1:
             raise ConfigError(f"the bank's momentum is not in [0, 1): it is {momentum:g}; the default is 0.5")
         self._samples = SampleIndex(sample_id)
@@ -71,7 +58,7 @@ class MemoryBank:
                 f"the shard is not in the bank: its slots are {first_slot} to {self._stop} of "
                 f"{self._num_slots}; give the first slot of its range and the bank's number of slots"
             )
-        self._seed, self._momentum, self._average = seed, momentum, _AVERAGES[kind]
+        self._seed, self._momentum, self._average = seed, momentum, AVERAGES[kind]
         self._rows = empty_rows(len(sample_id), dim, dtype)
         self._step = np.full(len(sample_id), -1)
         self._is_unsaved = np.ones(len(sample_id), bool)
@@ -158,8 +145,8 @@ class MemoryBank:
         """
         rows, ids = checked(rows, sample_id, dim=self._rows.shape[1])
         positions = self._samples.positions_of(ids)
-        has_direction = _lengths(rows)[:, 0] > _MIN_LENGTH
-        positions, rows = positions[has_direction], rows[has_direction]
+        chosen = has_direction(rows)
+        positions, rows = positions[chosen], rows[chosen]
         self._rows[positions], self._step[positions] = normalized(rows), -1
         self._is_unsaved[positions] = True
         self._calls = []
@@ -303,73 +290,4 @@ def draw_slots(num_slots: int, num: int, *, seed: int, step: int) -> np.ndarray:
         raise ConfigError(
             f"cannot draw {num} slots of {num_slots} without replacement; ask for 0 to {num_slots} negatives"
         )
-    return _generator(seed, step, _DRAWS).choice(num_slots, num, replace=False, shuffle=False)
-
-
-def normalized(rows: np.ndarray) -> np.ndarray:
-    """Return rows of length 1, [n, dim]; rows of zeros stay zeros."""
-    # torch's normalize has the same smallest length.
-    return rows / np.maximum(_lengths(rows), 1e-12)
-
-
-def _generator(seed: int, number: int, purpose: int) -> np.random.Generator:
-    key = np.array([int(seed) % 2**64, int(number) % 2**64], np.uint64)
-    return np.random.Generator(np.random.Philox(key=key, counter=np.array([0, 0, 0, purpose], np.uint64)))
-
-
-def _draw_initial_rows(rows: np.ndarray, first_slot: int, seed: int) -> None:
-    """Draw ``rows``, of which the first is in ``first_slot`` of the whole bank."""
-    stop = first_slot + len(rows)
-    for start in range(first_slot // _BLOCK * _BLOCK, stop, _BLOCK):
-        size = min(_BLOCK, stop - start)
-        drawn = _generator(seed, start // _BLOCK, _INITIAL_ROWS).standard_normal(
-            (size, rows.shape[1]), np.float32
-        )
-        skipped = max(0, first_slot - start)
-        rows[start + skipped - first_slot : start + size - first_slot] = normalized(drawn)[skipped:]
-
-
-def _directions(owners: np.ndarray, units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return each owner once, with the direction of the sum of its rows (zeros if it has none)."""
-    distinct, index, count = np.unique(owners, return_inverse=True, return_counts=True)
-    if len(distinct) == len(owners):
-        return owners, units
-    directions = np.empty((len(distinct), units.shape[1]), np.float32)
-    directions[index] = units
-    total = np.zeros(directions.shape, np.int64)
-    np.add.at(total, index, np.rint(units / _GRAIN).astype(np.int64))
-    sums = total[count > 1] * _GRAIN
-    length = _lengths(sums)
-    directions[count > 1] = np.where(length > _MIN_LENGTH, sums / np.maximum(length, _MIN_LENGTH), 0)
-    return distinct, directions
-
-
-def _moved(before: np.ndarray, directions: np.ndarray, momentum: float) -> np.ndarray:
-    """Return rows moved towards their directions, normalized; unchanged if the result has no direction."""
-    mixed = before.astype(np.float32)
-    mixed *= momentum
-    mixed += (1 - momentum) * directions
-    length = _lengths(mixed)
-    mixed /= np.maximum(length, _MIN_LENGTH)
-    lost = length[:, 0] <= _MIN_LENGTH
-    mixed[lost] = before[lost]
-    return mixed
-
-
-def _lengths(rows: np.ndarray) -> np.ndarray:
-    return np.sqrt(np.einsum("ij,ij->i", rows, rows))[:, None]
-
-
-class _Average(NamedTuple):
-    """How a slot starts, and how the rows of a sample change it."""
-
-    initialize: Callable[[np.ndarray, int, int], None]
-    prepare: Callable[[np.ndarray], np.ndarray]
-    mean: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
-    move: Callable[[np.ndarray, np.ndarray, float], np.ndarray]
-
-
-_AVERAGES = {
-    "memory_bank": _Average(_draw_initial_rows, normalized, _directions, _moved),
-    "partition": _Average(fill_unknown, np.copy, log_mean, moved_log),
-}
+    return random_stream(seed, step, DRAWS).choice(num_slots, num, replace=False, shuffle=False)

@@ -112,7 +112,7 @@ def check_repeatable(run: RecordedRun, trusted: Collection[str] | None = None) -
         "its negatives were mined during training, at times that depend on the cluster": config.negatives.mined.num,
         "a guide masks its negatives, which replay does not read": config.negatives.guide.query is not None,
         f"actors hold its {config.negatives.store}, whose rows replay does not read": (
-            config.negatives.store in ("memory_bank", "partition") and config.bank.location == "actor"
+            config.negatives.has_slots and config.bank.location == "actor"
         ),
         "it grouped a click log with labels; group it once by jobs/prepare.py and train on that": (
             config.data.kind == "pairs" and config.data.columns.label is not None

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from raycl.data.codecs import Formats
 from raycl.data.decode import Decoder, decode_here
 from raycl.data.in_memory import InMemoryDataset
-from raycl.data.mixed import MixedSampler
-from raycl.data.sampler import InMemorySampler
+from raycl.data.sampler import InMemorySampler, MixedSampler
 from raycl.data.sources import Fragment, RawRows, Source, find_source
 from raycl.data.split import Holdout
 from raycl.data.streaming import StreamingSampler, fragment_order
@@ -147,7 +146,7 @@ def read_rows(run: RecordedRun) -> RunRows:
         check_sizes(config, {source.uri: count for source, count in zip(sources, num_train, strict=True)})
     train_ids = np.unique(np.concatenate(ids))
     train_ids = train_ids[holdout.is_train(train_ids)]
-    has_slots = config.negatives.store in ("memory_bank", "partition")
+    has_slots = config.negatives.has_slots
     job = Job(
         config=config,
         output=run.output,
@@ -193,8 +192,7 @@ def _streamed(run: RecordedRun, source: Source, tokenizer: Tokenizer | None) -> 
     num_train = source.num_rows - round(num_evaluated * holdout.test)
     with _settings_fixed():
         check_sizes(config, {source.uri: num_train})
-    has_slots = config.negatives.store in ("memory_bank", "partition")
-    sample_id = streamed_ids(config, source, holdout) if has_slots else None
+    sample_id = streamed_ids(config, source, holdout) if config.negatives.has_slots else None
     job = Job(
         config=config,
         output=run.output,

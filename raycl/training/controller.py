@@ -24,8 +24,8 @@ from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.util import TrainingFramework
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.placement_group import PlacementGroup, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raycl.ray_runtime import helper_actor
 from raycl.training.standby import importing, stand_by
 
 # The controller reads it, and Ray passes on only the variables of this list.
@@ -102,10 +102,8 @@ class RayTrainer(DataParallelTrainer):
         """Run the controller on the driver's node, with an environment of its own."""
         env_vars = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0"} | constants.get_env_vars_to_propagate()
         env_vars |= importing("import_controller")
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        options: dict[str, Any] = {"scheduling_strategy": here, "runtime_env": {"env_vars": env_vars}}
-        actor: Any = ray.remote(num_cpus=0)(TrainController)
-        controller = actor.options(**options).remote(**controller_init_kwargs)
+        actor = helper_actor(TrainController, runtime_env={"env_vars": env_vars})
+        controller = actor.remote(**controller_init_kwargs)
         ray.get(controller.run.remote())
         return ray.get(controller.get_result.remote())
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, TextIO, final
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycl.data.read_stats import ReadStats
+from raycl.ray_runtime import helper_actor
 from raycl.tracking.prometheus import Exporter, Reading
 
 if TYPE_CHECKING:
@@ -223,12 +223,8 @@ def send_heartbeats(coordinator: Any, *, interval_s: float = _HEARTBEAT_S) -> It
 @contextlib.contextmanager
 def start_coordinator(tags: Mapping[str, str] | None = None) -> Iterator[Any]:
     """Start the actor, which takes no CPU, and end it afterwards; ``tags`` label its metrics."""
-    # On the driver's node, which no autoscaler removes during the run.
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": here}
-    actor: Any = ray.remote(**options)(RunCoordinator)
     with tempfile.TemporaryDirectory(prefix="raycl-coordinator-") as folder:
-        coordinator = actor.remote(tags, f"{folder}/journal")
+        coordinator = helper_actor(RunCoordinator, max_restarts=-1).remote(tags, f"{folder}/journal")
         try:
             yield coordinator
         finally:

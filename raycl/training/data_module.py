@@ -279,10 +279,10 @@ def known_tokenizer(config: RunConfig, output: Place, *, resumed: bool) -> Token
     if resumed and (output / TOKENIZER).exists():
         return load_tokenizer((output / TOKENIZER).uri)
     asked = None if config.text.tokenizer is None else load_tokenizer(config.text.tokenizer)
-    encoder = config.text_encoder if config.data.kind == "image_text" else config.encoder
-    if not encoder.name.startswith(HUGGING_FACE) or not encoder.kwargs.get("pretrained", True):
+    if not config.has_pretrained_tokenizer:
         return asked
-    folder = encoder.name.removeprefix(HUGGING_FACE)
+    name = config.encoder_of_texts.name
+    folder = name.removeprefix(HUGGING_FACE)
     place = Place(folder) / TOKENIZER
     if not place.exists():
         raise ConfigError(
@@ -292,7 +292,7 @@ def known_tokenizer(config: RunConfig, output: Place, *, resumed: bool) -> Token
     own = Tokenizer(place.read_text())
     if asked is not None and asked.fingerprint != own.fingerprint:
         raise ConfigError(
-            f"text.tokenizer {config.text.tokenizer} is not the one that {encoder.name} was trained with; remove "
+            f"text.tokenizer {config.text.tokenizer} is not the one that {name} was trained with; remove "
             "it, or set encoder.kwargs.pretrained=false"
         )
     return own

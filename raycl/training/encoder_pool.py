@@ -17,10 +17,9 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 from ray.exceptions import ObjectLostError, OwnerDiedError, RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycl.errors import first_line, last_line
-from raycl.ray_runtime import without_stderr
+from raycl.ray_runtime import helper_actor, without_stderr
 
 # An encoder without an answer counts as lost after this time, or a multiple of the longest answer so far; Ray
 # notices dead nodes earlier.
@@ -414,15 +413,12 @@ def start_pool(
         "resources": {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")},
         "label_selector": dict(labels or {}),
     }
-    # On the driver's node, as the coordinator.
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    own: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": here}
     # A worker sends several requests ahead: beyond 1,000 waiting ones, Ray would keep weights and releases waiting too.
-    own["max_concurrency"] = _MAX_REQUESTS
+    pool_actor = helper_actor(PoolActor, max_restarts=-1, max_concurrency=_MAX_REQUESTS)
     launcher = ActorLauncher(options)
     # Ray's core prints that arguments with references must live: they do, as long as this driver.
     with without_stderr():
-        actor: Any = ray.remote(**own)(PoolActor).remote(launcher, least, most, report, interval_s)
+        actor = pool_actor.remote(launcher, least, most, report, interval_s)
     try:
         yield EncoderPool(actor, ray.put(build))
     finally:

@@ -238,7 +238,7 @@ def _read_data(run: ValidatedRun, data: DataModule, coordinator: Any, *, quiet: 
         num_train[each.name] = data.num_train_expected() if streamed else rows.num_train
     data.check_classes(decoded)
     check_sizes(config, num_train)
-    has_slots = config.negatives.store in ("memory_bank", "partition")
+    has_slots = config.negatives.has_slots
     needs_ids = has_slots or (streamed and config.negatives.mined.num > 0)
     sample_id = data.sample_ids(decoded) if needs_ids else None
     guide = data.guide(decoded)

@@ -13,6 +13,7 @@ import torch
 from raycl.distributed import gather_detached, num_workers, rank, use_shared_memory
 from raycl.errors import CollapseError, DataError, NonFiniteLossError
 from raycl.gpus import available_cores
+from raycl.models.build import save_towers
 from raycl.training.checkpoint import (
     Checkpointer,
     Restored,
@@ -22,7 +23,6 @@ from raycl.training.checkpoint import (
 from raycl.training.collapse_monitor import CollapseMonitor
 from raycl.training.controller import Finished, Outcome, ResizeRequested, Stopped
 from raycl.training.coordinator import send_heartbeats
-from raycl.training.encoder_files import save_towers
 from raycl.training.evaluators import build_evaluator, build_snapshot_writer
 from raycl.training.job import Job
 from raycl.training.metrics_logger import MetricsLogger
@@ -283,7 +283,9 @@ class Trainer:
             return None
         self._logger.write_failure()
         self._logger.flush()
-        save_towers(self._runner.state.evaluated, self._job)
+        job = self._job
+        own = job.network is not None
+        save_towers(self._runner.state.evaluated, job.config, job.tokenizer, job.output, own=own)
         head = self._chain.end(position, self._metrics)
         num_epochs = position.epoch + (position.epoch_step >= self._runner.plan.steps_per_epoch)
         totals = {"step": position.step, "samples": position.samples, "epoch": num_epochs}

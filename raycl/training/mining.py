@@ -13,7 +13,6 @@ import ray
 import torch
 from numpy.typing import NDArray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor
 
 from raycl.config import RunConfig
@@ -23,7 +22,7 @@ from raycl.errors import ConfigError
 from raycl.models.towers import Towers
 from raycl.negatives.bank import Bank
 from raycl.negatives.spec import BankSpec
-from raycl.ray_runtime import without_stderr
+from raycl.ray_runtime import helper_actor, without_stderr
 from raycl.training.corpus import Corpus, corpus_of_run
 from raycl.training.encoder_pool import EncoderPool
 from raycl.training.growing_corpus import GrowingCorpus, table_of_bytes, unknown
@@ -102,10 +101,7 @@ def start_miner(
     assert job.vocabulary is not None, "documents are texts, which have a vocabulary"
     build = partial(CorpusEncoder, job.config, job.vocabulary, job.network)
     with open_pool(mined, build, coordinator, actors=actors) as pool:
-        # On the driver's node, as the pool and the coordinator.
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": here}
-        actor: Any = ray.remote(**options)(Miner)
+        actor = helper_actor(Miner, max_restarts=-1)
         stream = None if job.stream is None else GrowingCorpus(*job.stream_corpus())
         # Ray's core prints that arguments with references must live: they do, as long as this driver.
         with without_stderr():

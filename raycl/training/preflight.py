@@ -18,7 +18,7 @@ from raycl.config.conditions import why_inactive
 from raycl.config.overrides import config_from_yaml, config_to_yaml, differences, leaves
 from raycl.data.columns import ColumnNames, check_labels
 from raycl.data.embeddings import check_embeddings
-from raycl.data.mixed import batch_counts
+from raycl.data.sampler import batch_counts
 from raycl.data.sources import Source, check_no_splits, check_output_is_outside, find_source
 from raycl.errors import ConfigError, DataError
 from raycl.gpus import are_missing, check_gpus

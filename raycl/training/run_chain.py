@@ -23,10 +23,9 @@ from raycl.chain import (
 )
 from raycl.config import RunConfig
 from raycl.distributed import all_sum, num_workers, rank
-from raycl.models.registry import TOKENIZER
+from raycl.models.registry import ENCODER_FILES, TOKENIZER
 from raycl.records import CONFIG, DATA
 from raycl.training.coordinator import add_notice
-from raycl.training.encoder_files import ENCODER_FILES
 from raycl.training.job import Job
 from raycl.training.preflight import hash_of_settings
 from raycl.training.stages import Position

@@ -13,8 +13,7 @@ from raycl.distributed.device_copy import Download
 from raycl.distributed.step_timer import phase
 from raycl.errors import NonFiniteLossError
 from raycl.evaluation.embedding_metrics import MAX_ROWS, measure
-from raycl.losses.objective import Objective
-from raycl.losses.view_pairs import ViewPair, mean_over_pairs
+from raycl.losses.objective import Objective, ViewPair, mean_over_pairs
 from raycl.optim import set_learning_rate
 from raycl.training.process import autocast
 from raycl.training.stores import Store

@@ -21,8 +21,7 @@ from raycl.loss_specs import LOSSES
 from raycl.losses import NormalizingConstant
 from raycl.losses.logq import Frequencies
 from raycl.losses.matryoshka import Matryoshka
-from raycl.losses.objective import Objective, build_objective
-from raycl.losses.view_pairs import ViewPair, pair_views
+from raycl.losses.objective import Objective, ViewPair, build_objective, pair_views
 from raycl.models.blocks import learning_rate_scales, residual_blocks
 from raycl.models.build import build_prediction_head
 from raycl.models.momentum import MomentumEncoder

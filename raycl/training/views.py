@@ -14,9 +14,8 @@ from torch import Tensor
 
 from raycl.config import RunConfig
 from raycl.data.in_memory import Batch, InMemoryDataset, weights_of
-from raycl.data.mixed import MixedSampler
 from raycl.data.prefetch import Prefetched
-from raycl.data.sampler import BatchShard, InMemorySampler
+from raycl.data.sampler import BatchShard, InMemorySampler, MixedSampler
 from raycl.data.streaming import StreamingSampler
 from raycl.distributed.device_copy import upload
 from raycl.distributed.step_timer import phase

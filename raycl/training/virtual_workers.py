@@ -16,7 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from raycl.config import RunConfig, Stage
 from raycl.errors import ConfigError
-from raycl.losses.view_pairs import ViewPair
+from raycl.losses.objective import ViewPair
 from raycl.training.train_state import Embedded, TrainState
 from raycl.training.views import TakeKeys, Views
 

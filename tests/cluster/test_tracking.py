@@ -21,8 +21,8 @@ from raycl.data.read_stats import ReadStats
 from raycl.data.split import Holdout
 from raycl.records import read_metrics
 from raycl.storage import Place
-from raycl.tracking.background import BackgroundTracker
 from raycl.tracking.prometheus import METRICS
+from raycl.tracking.trackers import BackgroundTracker
 from raycl.training.coordinator import start_coordinator
 from raycl.training.job import Job
 from raycl.training.metrics_logger import MetricsLogger

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from raycl.batchnorm.base import PLAIN, refuse_other_kinds
 from raycl.batchnorm.synchronized import SynchronizedBatchNorm
-from raycl.errors import ConfigError
+from raycl.errors import ConfigError, one_line
 
 WAYS_OUT = "use batchnorm=group or batchnorm=layer, or remove chunk_size"
 
@@ -113,7 +113,7 @@ def _graph(tower: nn.Module) -> Graph:
 
 
 def _untraceable(name: str, module: nn.Module, error: Exception) -> ConfigError:
-    reason = " ".join(str(error).split())[:200]
+    reason = one_line(error)
     return ConfigError(
         f"BatchNorm over the whole batch in chunks needs a network that torch.fx can trace, but "
         f"{name} ({type(module).__name__}) cannot be: {reason}; {WAYS_OUT}"

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raycl.errors import ConfigError
+from raycl.errors import ConfigError, one_line
 from raycl.inference.export.sentence_transformers import Files, argument, raycl_ids, tokens_by_id
 from raycl.models.encoder_io import ImageEncoder, TextEncoder
 from raycl.models.registry import TOKENIZER
@@ -67,7 +67,7 @@ def _graph(network: nn.Module, example: Tensor, name: str, axes: dict[int, str],
         assert program is not None
         return program.model_proto.SerializeToString()
     except Exception as error:  # the exporter raises whatever a network does
-        cause = " ".join(str(error.__cause__ or error).split())[:200]  # its own text is advice in color
+        cause = one_line(error.__cause__ or error)  # its own text is advice in color
         raise ConfigError(
             f"cannot export to ONNX: {of} cannot be written as a graph ({cause}); load it with raycl.load_encoder"
         ) from error
