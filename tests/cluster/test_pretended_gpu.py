@@ -60,7 +60,7 @@ def find_on_gpu(*arguments: Any) -> Any:
 
 @pytest.fixture(scope="module", autouse=True)
 def gpus() -> Iterator[None]:
-    """Start a Ray that counts two GPUs. Workers exchange messages by gloo, as this machine has no NCCL."""
+    """Start a Ray that counts GPUs. The process group is one of gloo, as this machine has no NCCL."""
     group = controller._ProcessGroup
     with (
         mock.patch("raycl.training.driver.run_worker", run_on_gpu),
@@ -99,7 +99,7 @@ def train(recipe: str, data: Path, output: Path, **settings: Any) -> Any:
 @pytest.mark.parametrize(
     ("recipe", "settings"),
     [
-        ("simclr", {"workers": 2}),
+        ("simclr", {}),
         ("simclr", {"data.cache": "stream"}),
         ("moco_v2", QUEUE),
         ("moco_v2", {**QUEUE, "momentum_encoder.location": "actors"}),
