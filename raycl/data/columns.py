@@ -160,7 +160,7 @@ def _is_one_text_or_more(kind: pa.DataType) -> bool:
 
 
 def _is_id(kind: pa.DataType) -> bool:
-    return is_text(kind) or pa.types.is_integer(kind)
+    return is_text(kind) or is_number(kind)  # pandas makes floats of integers beside a missing one
 
 
 def _are_ids(kind: pa.DataType) -> bool:
@@ -185,8 +185,8 @@ _KINDS: dict[str, tuple[Callable[[pa.DataType], bool], str]] = {
     "query": (_is_one_text, "queries must be strings"),
     "document": (_is_one_text, "documents must be strings"),
     "negatives": (_are_texts, "negatives must be lists of strings"),
-    "query_id": (_is_id, "ids must be integers or text"),
-    "document_id": (_is_id, "ids must be integers or text"),
-    "negative_ids": (_are_ids, "ids of negatives must be lists of integers or text"),
+    "query_id": (_is_id, "ids must be numbers or text"),
+    "document_id": (_is_id, "ids must be numbers or text"),
+    "negative_ids": (_are_ids, "ids of negatives must be lists of numbers or text"),
     "weight": (is_number, "weights must be numbers"),
 }
