@@ -188,6 +188,10 @@ INCOMPATIBLE = {  # a recipe and its settings, and a pattern of the error
     "two_tower stages.0.loss=gcl negatives.store=partition negatives.explicit=false text.length_buckets=2": (
         "text.length_buckets 2 .*; set it to 1, or set loss to clip and negatives.store to none$"
     ),
+    "two_tower stages.0.logq_correction=simple negatives.explicit=4": (
+        "assumes documents drawn by their frequency, .* each pair draws 4; set it to none, or negatives.explicit=true$"
+    ),
+    "two_tower negatives.explicit=0": "negatives.explicit: must be true, false or a number of at least 1, got 0$",
     "sogclr negatives.in_batch=false": "loss gcl needs in-batch negatives; set negatives.in_batch=true$",
     "sogclr stages.0.matryoshka_dims=[8]": "gcl stores one partition function of a sample, which differs between",
     "nnclr negatives.store=none": "nnclr is incompatible .* takes key tower, and negatives.store queue",

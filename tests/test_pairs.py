@@ -282,6 +282,44 @@ def test_unused_explicit_negatives_are_omitted() -> None:
     assert known.key.equal(all_known.key)
 
 
+def test_a_pair_draws_some_of_its_explicit_negatives_in_each_epoch() -> None:
+    config = small_config(settings={"negatives.explicit": 2, "seed": 3})
+    values = clicks(40, num_negatives=[6, 0, 2, 1])
+    values["negative_ids"] = [
+        [f"{row}-{place}" for place in range(len(each))] for row, each in enumerate(values["negatives"])
+    ]
+    rows, drawing = rows_of(config, values), drawing_of(config)
+    everything = drawing_of(small_config()).example_ids(whole(rows)).negative
+    assert everything is not None
+    place_of = {number: place for place, number in enumerate(everything[:, 1].tolist())}
+    counts = np.array([len(each) for each in values["negatives"]])
+    owner = np.repeat(np.arange(40), counts)
+    seen: list[set[int]] = [set() for _ in range(40)]
+    for epoch in range(30):
+        order = np.random.default_rng(epoch).permutation(40)
+        batch = rows.take(order, epoch=epoch)
+        ids, tokens = drawing.example_ids(batch).negative, drawing.negatives(batch)
+        assert ids is not None
+        assert tokens is not None
+        places = [place_of[number] for number in ids[:, 1].tolist()]
+        # Texts and ids are those of the same negatives, of each row in the order of the batch.
+        assert ids.equal(everything[places])
+        shown = drawing_of(small_config()).negatives(whole(rows))
+        assert shown is not None
+        assert all(
+            row[:14].equal(padded_to(shown[place][shown[place] != 0].numpy(), len(row)))
+            for row, place in zip(tokens, places, strict=True)
+        )
+        assert owner[places].tolist() == np.repeat(order, np.minimum(counts, 2)[order]).tolist()
+        for place in places:
+            seen[owner[place]].add(place)
+        # A row draws the same, whatever its batch.
+        alone = drawing.example_ids(rows.take(order[:7], epoch=epoch)).negative
+        assert alone is not None
+        assert alone.equal(ids[: len(alone)])
+    assert [len(each) for each in seen] == counts.tolist()
+
+
 def names_of(*roles: str) -> ExampleIds:
     values = clicks(30, num_negatives=[2, 0, 3])
     config = small_config()

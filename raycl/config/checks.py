@@ -232,6 +232,7 @@ def _check_losses(run: "RunConfig") -> str | None:
         or _problem_of_prefixes(run, stage)
         or _problem_of_weights(run, stage)
         or _problem_of_lengths(run, stage)
+        or _problem_of_drawn(run, stage)
         for stage in run.stages
     )
     return next(filter(None, found), None)
@@ -283,6 +284,17 @@ def _problem_of_lengths(run: "RunConfig", stage: Stage) -> str | None:
         f"loss {stage.loss} takes the other rows of a batch for a random sample of the data, and "
         f"text.length_buckets {buckets} gives them similar lengths; set it to 1, or set loss to "
         f"{_without_partition(run)} and negatives.store to none"
+    )
+
+
+def _problem_of_drawn(run: "RunConfig", stage: Stage) -> str | None:
+    """Return a message if pairs draw some of their explicit negatives, and the loss assumes all."""
+    number = run.negatives.explicit
+    if isinstance(number, bool) or stage.logq_correction == "none" or why_inactive(run, "negatives.explicit"):
+        return None
+    return (
+        f"logq_correction {stage.logq_correction} assumes documents drawn by their frequency, and of many explicit "
+        f"negatives each pair draws {number}; set it to none, or negatives.explicit=true"
     )
 
 

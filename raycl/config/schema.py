@@ -3,7 +3,15 @@
 import re
 from typing import Annotated, Any, Literal, Self, final
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 from raycl.display import Displayable, Table, flatten
 
@@ -460,6 +468,12 @@ class MinedConfig(PoolConfig):
     """Steps after which the workers publish their weights and take the newest result of the search."""
 
 
+def _flag_or_count(value: Any) -> Any:
+    if isinstance(value, bool) or (isinstance(value, int) and value >= 1):
+        return value
+    raise ValueError(f"must be true, false or a number of at least 1, got {value!r}")
+
+
 @final
 class NegativesConfig(Section):
     """Sources of negatives, which may be combined: the batch, explicit negatives, mined ones, a queue or a memory
@@ -469,8 +483,10 @@ class NegativesConfig(Section):
     in_batch: bool = True
     """Whether the other rows of the batch, over all workers, are negatives."""
 
-    explicit: bool = True
-    """Whether the explicit negatives of the pairs are candidates of every query in the batch."""
+    explicit: Annotated[bool | int, BeforeValidator(_flag_or_count)] = True
+    """Whether the explicit negatives of the pairs are candidates of every query in the batch; of a number, each pair
+    draws at most this many of its own in each epoch.
+    """
 
     store: Literal["none", "queue", "memory_bank", "partition"] = "none"
     """``queue`` stores the newest keys, ``memory_bank`` one slot per sample, ``partition`` each sample's

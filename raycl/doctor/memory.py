@@ -221,8 +221,9 @@ def _rows_of_sides(config: RunConfig, stage: Stage, negatives_per_pair: float) -
     if not config.has_two_towers:
         # Mined sentences are embedded with the views, which have one size.
         return [float(local_batch * (count + num_mined)) for count in config.views_by_size(stage).values()]
-    explicit = negatives_per_pair if config.negatives.explicit else 0.0
-    return [float(local_batch), local_batch * (1.0 + explicit + num_mined)]
+    explicit = config.negatives.explicit
+    per_pair = negatives_per_pair if explicit is True else min(float(explicit), negatives_per_pair)
+    return [float(local_batch), local_batch * (1.0 + per_pair + num_mined)]
 
 
 def _activations(num_rows: float, stage: Stage, row: float, waiting: float) -> float:

@@ -180,7 +180,7 @@ def corpus_of_run(
         return build_corpus_of_captions(rows, load)
     prompts = config.text.query_prompt, config.text.document_prompt
     lengths = tokenizer.num_prompt_tokens(prompts[0]), tokenizer.num_prompt_tokens(prompts[1])
-    explicit = config.negatives.explicit and load is not None
+    explicit = bool(config.negatives.explicit) and load is not None
     return build_corpus(rows, explicit=explicit, prompt_lengths=lengths)
 
 

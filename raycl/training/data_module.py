@@ -149,7 +149,7 @@ class DataModule:
         if settings.guide.query is None:
             return None
         is_pairs = self._config.data.kind == "pairs"
-        names = id_columns(self.columns, explicit=settings.explicit) if is_pairs else []
+        names = id_columns(self.columns, explicit=bool(settings.explicit)) if is_pairs else []
         tables = fetch_tables(decoded[0].select_columns(["sample_id", *names]))
         return read_guide(settings.guide, tables, names)
 

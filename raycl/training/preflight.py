@@ -190,7 +190,7 @@ def check_pairs(config: RunConfig, columns: ColumnNames) -> None:
     check_labels(columns)
     check_negatives(config, columns, streamed=config.data.cache == "stream")
     if config.negatives.guide.query is not None:
-        id_columns(columns, explicit=config.negatives.explicit)
+        id_columns(columns, explicit=bool(config.negatives.explicit))
 
 
 def check_negatives(config: RunConfig, columns: ColumnNames, *, streamed: bool) -> None:

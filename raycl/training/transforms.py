@@ -32,7 +32,8 @@ from raycl.tokenization import Tokenizer
 from raycl.training.guide import GuideTables
 from raycl.training.mined import Drawn, MinedNegatives
 
-_CHOICE = 6 << 40  # a separate sequence of draws, after the sequences of the augmentations
+# Separate sequences of draws, after the sequences of the augmentations.
+_CHOICE, _NEGATIVES = 6 << 40, 7 << 40
 
 
 def build_formats(config: RunConfig, tokenizer: Tokenizer | None, columns: ColumnNames) -> Formats:
@@ -87,7 +88,7 @@ def build_transform(
     if kind == "image":
         return ImageTransform.of(config, guide)
     if kind == "pairs":
-        return PairTransform(explicit=config.negatives.explicit, guide=guide, mined=mined)
+        return PairTransform(explicit=config.negatives.explicit, seed=config.seed, guide=guide, mined=mined)
     assert tokenizer is not None, "texts need a tokenizer"
     if kind == "text":
         return TextTransform("text", config, tokenizer, mined, guide)
@@ -352,9 +353,13 @@ class TextTransform(Transform):
 @final
 @dataclass(frozen=True)
 class PairTransform(Transform):
-    """Queries as view 0, their documents as view 1: tokens [batch, length], padded with 0 at the end."""
+    """Queries as view 0, their documents as view 1: tokens [batch, length], padded with 0 at the end.
 
-    explicit: bool = True
+    ``explicit`` is True for all explicit negatives of a pair, or the number that it draws of them in each epoch.
+    """
+
+    explicit: bool | int = True
+    seed: int = 0
     guide: GuideTables | None = None
     mined: MinedNegatives | None = None
 
@@ -403,7 +408,10 @@ class PairTransform(Transform):
 
     def _negatives(self, batch: Batch) -> Tokens | None:
         """Return the texts of all negatives; None if neither the data nor a miner gives any."""
-        parts = [texts_of(batch, "negatives").tokens] if self._has_explicit(batch) else []
+        parts = []
+        if self._has_explicit(batch):
+            tokens, drawn = texts_of(batch, "negatives").tokens, self._drawn(batch)
+            parts.append(tokens if drawn is None else tokens.take(drawn))
         if self.mined is not None and self.mined.corpus is not None:
             parts.append(self.mined.tokens(self.mined.draw(batch)))
         return Tokens.joined(parts) if parts else None
@@ -413,7 +421,9 @@ class PairTransform(Transform):
         parts = []
         if self._has_explicit(batch):
             ids = ids_of(batch, "negative_ids")
-            parts.append(texts_of(batch, "negatives").tokens.text_id if ids is None else ids.values)
+            values = texts_of(batch, "negatives").tokens.text_id if ids is None else ids.values
+            drawn = self._drawn(batch)
+            parts.append(values if drawn is None else values[drawn])
         if self.mined is not None and self.mined.corpus is not None:
             document_id = self.mined.corpus.document_id
             assert document_id is not None, "the corpus has the ids of the rows"
@@ -421,7 +431,19 @@ class PairTransform(Transform):
         return np.concatenate(parts)
 
     def _has_explicit(self, batch: Batch) -> bool:
-        return self.explicit and "negatives" in batch.contents
+        return bool(self.explicit) and "negatives" in batch.contents
+
+    def _drawn(self, batch: Batch) -> NDArray[np.int64] | None:
+        """Return the places of this epoch's explicit negatives among those of all rows, ascending; None for all."""
+        counts = texts_of(batch, "negatives").counts
+        most = int(counts.max(initial=0))
+        if self.explicit is True or most <= self.explicit:
+            return None
+        seed = self.seed + _NEGATIVES
+        drawn = uniforms(batch.sample_id, seed=seed, epoch=batch.epoch, view=0, num=most).numpy()
+        drawn[np.arange(most) >= counts[:, None]] = 2.0  # rows with fewer
+        order = np.sort(drawn.argsort(axis=1, kind="stable")[:, : self.explicit], axis=1)
+        return (order + (np.cumsum(counts) - counts)[:, None])[order < counts[:, None]]
 
 
 def _columns(names: list[NDArray[np.int64]]) -> Tensor:
