@@ -178,3 +178,22 @@ def test_a_run_on_one_class_has_no_periodic_knn_and_says_so(labels: list[int], s
     notices = job.coordinator.add_notice.remote.call_args_list
     assert (evaluator is None, len(notices)) == (says, int(says))
     assert not says or notices[0].args == ("all labels are 1 (a negative one is missing): no periodic kNN",)
+
+
+def test_held_out_pairs_that_are_trained_on_are_not_evaluated() -> None:
+    config = small_config()
+    #                 trained      held out
+    queries = [*"aabc", *"abbad"]
+    documents = [*"xyyz", *"xxyyz"]
+    rows = rows_of(config, {"query": queries, "document": documents})
+    holdout = SimpleNamespace(
+        is_train=lambda ids: ids < 4, is_reference=lambda ids: ids < 3, is_test=lambda ids: ids >= 4
+    )
+    job: Any = SimpleNamespace(
+        is_evaluated=True, holdout=holdout, coordinator=MagicMock(), tokenizer=vocabulary().tokenizer
+    )
+    evaluator = build_evaluator(job, config, rows, PairTransform())
+    assert isinstance(evaluator, RetrievalEvaluator)
+    assert evaluator.test.sample_id.tolist() == [5, 8]
+    (notice,) = job.coordinator.add_notice.remote.call_args_list
+    assert notice.args == ("3 of 5 held-out pairs are training pairs as well, and are not evaluated",)

@@ -76,6 +76,10 @@ class InMemoryDataset:
         counts = [num_tokens(part) for part in self._parts]
         return np.concatenate([np.empty(0, np.int64), *counts])[self._place]
 
+    def text_ids(self, role: str) -> NDArray[np.int64]:
+        """Return the id of the only text of each row in this role [num_rows]."""
+        return _column(self._parts, f"{role}.id")[self._place]
+
     def where(self, keep: Callable[[NDArray[np.int64]], NDArray[np.bool_]]) -> Self:
         """Return the rows whose ids ``keep`` accepts, sorted by id, so that the order of blocks does not matter."""
         return self._chosen(keep(self.sample_id))

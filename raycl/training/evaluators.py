@@ -179,6 +179,8 @@ def build_evaluator(
     bank, test = rows.where(job.holdout.is_reference), rows.where(job.holdout.is_test)
     if not config.has_two_towers:
         bank, test = bank.labeled(), test.labeled()
+    if config.data.kind == "pairs":
+        test = _without_trained(job, test, rows.where(job.holdout.is_train))
     if min(len(bank), len(test)) < num_workers():
         return None
     if not config.has_two_towers and len(classes := np.unique(bank.label)) == 1:
@@ -196,6 +198,21 @@ def build_evaluator(
     return KnnEvaluator(
         bank=bank, test=test, transform=transform, k=k, temperature=temperature, precision=precision
     )
+
+
+def _without_trained(job: Job, test: InMemoryDataset, train: InMemoryDataset) -> InMemoryDataset:
+    """Return the held-out pairs that are no training pairs, as the encoder sees them."""
+    of_test, of_train = (
+        np.stack([each.text_ids("query"), each.text_ids("document")], axis=1) for each in (test, train)
+    )
+    shared = of_train[np.isin(of_train[:, 0], of_test[:, 0])]  # few, so that Python compares them
+    trained = set(map(tuple, shared.tolist()))
+    is_new = np.array([tuple(pair) not in trained for pair in of_test.tolist()], np.bool_)
+    if not is_new.all() and rank() == 0:
+        job.coordinator.add_notice.remote(
+            f"{(~is_new).sum():,} of {len(test):,} held-out pairs are training pairs as well, and are not evaluated"
+        )
+    return test.where(lambda _: is_new)
 
 
 _Part = tuple[InMemoryDataset, NDArray[np.int64]]  # rows and positions in them
