@@ -1022,8 +1022,8 @@ MUTATIONS = [
     Mutation(
         "a setting is active although a condition of its section fails",
         "raycl/config/conditions.py",
-        "for length in range(1, len(parts) + 1):",
-        "for length in range(len(parts), len(parts) + 1):",
+        "for length in range(1, len(parts) + 1)",
+        "for length in range(len(parts), len(parts) + 1)",
         "tests/test_active_settings.py",
     ),
     Mutation(
