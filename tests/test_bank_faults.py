@@ -326,6 +326,7 @@ def test_connecting_waits_for_a_shard_that_restarts(tmp_path: Path, monkeypatch:
     answers = iter([ActorUnavailableError("gone", None), spec])
     actor = SimpleNamespace(spec=SimpleNamespace(remote=lambda: next(answers)))
     monkeypatch.setattr("raycl.negatives.bank.list_banks", lambda address: ["bank"])
+    monkeypatch.setattr("raycl.negatives.bank.ambiguous_rays", lambda address: [])
     monkeypatch.setattr("raycl.negatives.bank.ray", SimpleNamespace(get_actor=lambda *name: actor))
     found = connect_bank("bank")
     assert (found.spec, found.actors) == (spec, [actor])
@@ -343,12 +344,13 @@ def test_the_explorer_waits_shorter_for_a_shard_that_reads_its_snapshot(
     actor = SimpleNamespace(spec=SimpleNamespace(remote=lambda: spec))
     monkeypatch.setattr(rpc, "ray", SimpleNamespace(get=get))
     monkeypatch.setattr("raycl.negatives.bank.list_banks", lambda address: ["bank"])
+    monkeypatch.setattr("raycl.negatives.bank.ambiguous_rays", lambda address: [])
     monkeypatch.setattr("raycl.negatives.bank.ray", SimpleNamespace(get_actor=lambda *name: actor))
     names: dict[str, Any] = {"bank": "bank", "run": str(tmp_path), "data": None, "token": "", "trusted": ""}
     target = ServeTarget(**names, queries=(), columns=ColumnNames(), max_pixels=1)
     waits = target.explorer().bank.ask(lambda bank: cast("Bank", bank).timeout_s())
     assert waits == 8 < connect_bank("bank").timeout_s() == spec.timeout_s
-    assert timeouts == [8, 30]
+    assert timeouts == pytest.approx([8, 30])
 
 
 class FailingStorage:
