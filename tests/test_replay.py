@@ -629,7 +629,9 @@ def test_a_streamed_queue_of_texts_and_ray_datasets_are_refused(run: Path, tmp_p
     texts = began(tmp_path, "two_tower", **{"negatives.store": "queue", "negatives.capacity": 4096})
     described = json.loads((texts / "data.json").read_text())
     (texts / "data.json").write_text(json.dumps(described | {"streamed": True}))
-    with pytest.raises(ConfigError, match="its texts are streamed, and replay finds those of a queue only"):
+    with pytest.raises(
+        ConfigError, match="its texts are streamed, and replay finds the texts of a queue only"
+    ):
         raycl.replay(texts, step=1)
     changed = copied(run, tmp_path)
     described = json.loads((changed / "data.json").read_text())

@@ -484,7 +484,7 @@ class NegativesConfig(Section):
     """Whether the other rows of the batch, over all workers, are negatives."""
 
     explicit: Annotated[bool | int, BeforeValidator(_flag_or_count)] = True
-    """Whether the explicit negatives of the pairs are candidates of every query in the batch; of a number, each pair
+    """Whether the explicit negatives of the pairs are candidates of every query in the batch. With a number, each pair
     draws at most this many of its own in each epoch.
     """
 

@@ -1,7 +1,7 @@
 """Metrics of embeddings that distinguish a healthy run from a collapsed one.
 
-Rows have unit length, which ``measure`` gives them; all metrics are computed in float32, whatever the type of the rows. NaN and infinity count
-as zero, since a metric must not stop training: the loss refuses such rows.
+Rows have unit length, which ``measure`` gives them; all metrics are computed in float32, whatever the type of the rows.
+NaN and infinity count as zero, since a metric must not stop training: the loss refuses such rows.
 """
 
 import math
@@ -43,7 +43,8 @@ class Measures:
 def measure(query: Tensor, key: Tensor | None = None) -> Measures:
     """Measure embeddings [n, dim] and, if given, the keys [n, dim] whose row i is query i's positive.
 
-    The rows need not have unit length. Measures the first ``MAX_ROWS`` of them on the CPU, which takes a few milliseconds and waits for a GPU only once.
+    The rows need not have unit length. Measures the first ``MAX_ROWS`` of them on the CPU, which takes a few
+    milliseconds and waits for a GPU only once.
 
     Raises:
         ConfigError: The tensors are not [n, dim] of one shape, with at least one row.

@@ -95,7 +95,7 @@ def evaluate_retrieval(
     Returns ``recall_at_1``, ``recall_at_5``, ``recall_at_10``, ``ndcg_at_10``, ``mrr`` and ``map``;
     ``average_precision`` over the pairs of ``test`` if they have labels of both kinds; the numbers of rows
     ``num_train``, ``num_test`` and ``num_invalid``; and for texts the same metrics of TF-IDF and BM25 as
-    ``baseline``, and of the encoder's ranking fused with BM25's as ``hybrid``, both left out, with a line on stderr, if no
+    ``baseline``, and of the encoder's ranking fused with BM25's as ``hybrid``, both skipped, with a line on stderr, if no
     document has a word. ``examples`` adds that many
     queries with their nearest documents. Raises ``DataError`` if a column is missing or nothing is relevant;
     ``ConfigError`` if only one of ``queries`` and ``documents`` is given, or ``train`` beside them, or for

@@ -42,7 +42,8 @@ def evaluate_sts(
     ``test`` is of any format that a run reads, with the columns ``sentence1``, ``sentence2``, ``score`` and
     optionally ``dataset``. The ``baseline`` is the cosine of TF-IDF, with document frequencies from the column ``text``
     of ``train``, or without it from the sentences themselves; it is None for a data set in which no pair
-    shares a word, and left out, with a line on stderr, if no sentence has one. Raises ``DataError`` for a missing column, or an invalid sentence or score.
+    shares a word, and skipped, with a line on stderr, if no sentence has one. Raises ``DataError`` for a missing
+    column, or an invalid sentence or score.
     """
     (saved,) = read_encoders(run, ["query"])
     if saved.takes_images:

@@ -94,8 +94,8 @@ def check_queue(run: RecordedRun) -> None:
     """Raise ``ConfigError`` for a queue of streamed texts, which has no ids of their rows."""
     if run.streamed and run.config.negatives.store == "queue" and run.config.data.kind != "image":
         raise ConfigError(
-            "this run cannot be replayed: its texts are streamed, and replay finds those of a queue only in rows held in "
-            "memory"
+            "this run cannot be replayed: its texts are streamed, and replay finds the texts of a queue only in rows held "
+            "in memory"
         )
 
 

@@ -556,4 +556,4 @@ def test_a_missing_gpu_is_refused_after_the_wait(capsys: pytest.CaptureFixture[s
 def test_embedding_on_gpus_is_accepted_by_ray_data(tmp_path: Path) -> None:
     run = write_images_run(tmp_path / "run", "resnet10", stem="small", channels=1, image_size=16)
     rows = ray.data.from_arrow(pa.table({"sample_id": [0]}))
-    assert embed_dataset(rows, read_encoder(run), gpu=True).columns is not None
+    assert isinstance(embed_dataset(rows, read_encoder(run), gpu=True), ray.data.Dataset)
