@@ -322,6 +322,23 @@ def test_small_images_get_a_small_encoder_without_a_gpu(name: str, monkeypatch: 
     )
 
 
+def test_pairs_have_the_learning_rate_of_sentences_unless_the_encoder_is_a_bag_of_subwords() -> None:
+    def planned(*settings: str, name: str = "two_tower", own: bool = False) -> tuple[float, tuple[str, ...]]:
+        plan = plan_run(name, data=[], flags={}, settings=settings, own_encoder=own)
+        return plan.config.stages[0].learning_rate, plan.notes
+
+    note = (
+        "the learning rate is 0.0003, since 0.02 is meant for a bag of subwords; "
+        "set stages.0.learning_rate for another one, about 2e-5 for a pretrained model"
+    )
+    for kept in ("encoder.kwargs.dim=64", "encoder.name=bag_of_subwords", "text.max_length=16"):
+        assert planned(kept) == (0.02, ())
+    assert planned("encoder.name=transformer") == planned(own=True) == (3e-4, (note,))
+    assert planned("encoder.name=transformer", "stages.0.learning_rate=2e-5") == (2e-5, ())
+    peers = recipe("st:mnrl").stages[0].learning_rate
+    assert planned("encoder.name=bag_of_subwords", name="st:mnrl") == (peers, ())
+
+
 @pytest.mark.parametrize("name", ["simcse", "esimcse"])
 def test_sentences_get_a_bag_of_subwords_without_a_gpu_unless_an_encoder_is_set(name: str) -> None:
     def planned(*settings: str, gpu: bool | None = None, own: bool = False) -> RunPlan:

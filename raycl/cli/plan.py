@@ -14,6 +14,7 @@ from raycl.errors import ConfigError
 from raycl.gpus import cpu_has_bfloat16
 from raycl.recipes import recipe
 from raycl.recipes.images import SMALL
+from raycl.recipes.texts import of_other_encoder
 
 if TYPE_CHECKING:
     import ray
@@ -74,7 +75,11 @@ def plan_run(
         words = override(recipe(run, on_cpu=not requested.gpu and not is_set), overrides)
         return RunPlan(words, notes=_departures(words, requested, gray=False, is_set=is_set))
     if requested.data.kind == "pairs":
-        return RunPlan(requested)
+        is_other = own_encoder or requested.encoder.name != config.encoder.name
+        if config.encoder.name != "bag_of_subwords" or not is_other:
+            return RunPlan(requested)
+        planned = override(of_other_encoder(config), overrides)
+        return RunPlan(planned, notes=_changed_rate(planned, requested))
     size = requested.data.image_size if "data.image_size" in pairs else None
     gray, sources = requested.data.channels == 1, ()
     if size is None or (not gray and requested.data.kind == "image" and size <= SMALL):
@@ -148,6 +153,17 @@ def _departures(config: RunConfig, papers: RunConfig, *, gray: bool, is_set: boo
             f"the paper's are --set augment.rotation=0.0 --set augment.flip={papers.augment.flip}"
         )
     return tuple(notes)
+
+
+def _changed_rate(config: RunConfig, requested: RunConfig) -> tuple[str, ...]:
+    """Return a line if a run has another learning rate than its recipe, for its encoder."""
+    rate, recipes = config.stages[0].learning_rate, requested.stages[0].learning_rate
+    if rate == recipes:
+        return ()
+    return (
+        f"the learning rate is {rate:g}, since {recipes:g} is meant for a bag of subwords; "
+        "set stages.0.learning_rate for another one, about 2e-5 for a pretrained model",
+    )
 
 
 def run_flags(

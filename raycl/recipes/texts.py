@@ -36,6 +36,13 @@ def of_words(config: RunConfig) -> RunConfig:
     )
 
 
+def of_other_encoder(config: RunConfig) -> RunConfig:
+    """Return a recipe of pairs with the learning rate of ``simcse``, for an encoder other than a bag of subwords."""
+    (rate,) = (stage.learning_rate for stage in simcse().stages)
+    (stage,) = config.stages
+    return config.model_copy(update={"stages": (stage.model_copy(update={"learning_rate": rate}),)})
+
+
 def simcse(image_size: int = 224) -> RunConfig:
     """SimCSE (Gao et al., 2021): classify a sentence under another dropout mask in the batch."""
     return RunConfig(
@@ -96,7 +103,7 @@ def two_tower(image_size: int = 224) -> RunConfig:
                 batch_size=256,
                 loss="clip",
                 temperature=0.05,
-                learning_rate=1e-2,
+                learning_rate=2e-2,
                 learning_rate_scaling="square_root",
                 warmup_epochs=1.0,
             ),
