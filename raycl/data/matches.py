@@ -65,6 +65,16 @@ class DistinctTexts(Generic[Text]):
             first.setdefault(self.entity[number], number)
         return list(first.values())
 
+    def notices(self, name: str) -> list[str]:
+        """Return a line if a large part of the texts is one entity, as by ids of sessions; ``name`` is query or document."""
+        num, largest = len(self.texts), int(np.bincount(self.entity).max())
+        if largest < max(_MANY, _LARGE_PART * num):
+            return []
+        return [
+            f"{largest:,} of {num:,} different {name} texts are one {name}, since ids join them: no match of one is a "
+            f"negative of another; if {name}_id names more than a {name}, such as a session, rename the column"
+        ]
+
 
 @final
 class Matches(Generic[Text]):
@@ -131,16 +141,8 @@ class Matches(Generic[Text]):
         return np.array(pairs, np.int64)
 
     def notices(self) -> list[str]:
-        """Return a line about queries, and about documents, of which a large part is one entity, as by ids of sessions."""
-        lines = []
-        for name, found in (("query", self.query), ("document", self.document)):
-            num, largest = len(found.texts), int(np.bincount(found.entity).max())
-            if largest >= max(_MANY, _LARGE_PART * num):
-                lines.append(
-                    f"{largest:,} of {num:,} different {name} texts are one {name}, since ids join them: no match of one is a "
-                    f"negative of another; if {name}_id names more than a {name}, such as a session, rename the column"
-                )
-        return lines
+        """Return a line about queries, and about documents, of which a large part is one entity."""
+        return self.query.notices("query") + self.document.notices("document")
 
     def hard_negatives(
         self,
