@@ -36,6 +36,7 @@ from raycl.data.texts import TextFormat, TextsFormat, TokenLists, Tokens
 from raycl.errors import DataError, InvalidValueError
 from raycl.recipes import recipe
 from raycl.training.data_set import learn_vocabulary, read_vocabulary
+from raycl.training.preflight import column_names
 from tests.pairs import vocabulary
 from tests.texts import invented_texts
 
@@ -634,6 +635,19 @@ def test_a_dataset_has_either_labels_or_lists_of_negatives() -> None:
         DataError, match=r"labels \('clicked'\) and lists of negatives \('hard'\): remove one"
     ):
         check_labels(both)
+
+
+@pytest.mark.parametrize(("explicit", "is_read"), [(True, True), (2, True), (False, False)])
+def test_explicit_negatives_are_read_if_they_are_used(explicit: bool | int, is_read: bool) -> None:
+    names = ["query", "document", "query_id", "document_id"]
+    config = override(recipe("two_tower"), {"negatives.explicit": explicit})
+    usual, lists = column_names(config), ["negatives", "negative_ids"]
+    found = usual.found_in([*names, *lists], where="the test")
+    assert set(found.contents) == {*names, *(lists if is_read else ())}
+    named = column_names(override(config, {"data.columns.negatives": "hard"}))
+    assert ("negatives" in named.found_in([*names, "hard"], where="the test").contents) == is_read
+    log = usual.found_in([*names, "label"], where="the test")
+    assert grouped_columns(log).contents == found.contents
 
 
 @pytest.mark.parametrize("query_id", [None, "user"])

@@ -10,8 +10,6 @@ import pyarrow as pa
 from raycl.data.images import is_image_struct
 from raycl.errors import DataError
 
-_OPTIONAL_OF_PAIRS = ("negatives", "query_id", "document_id", "negative_ids")  # read if present
-
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnNames:
@@ -36,6 +34,7 @@ class ColumnNames:
     sample_id: str | None = None
 
     _usual: ClassVar[tuple[str, ...]] = ("label", "sample_id")  # read if present
+    _usual_of_pairs: ClassVar[tuple[str, ...]] = ("negatives", "query_id", "document_id", "negative_ids")
 
     @property
     def contents(self) -> dict[str, str]:
@@ -51,7 +50,7 @@ class ColumnNames:
     @property
     def usual(self) -> tuple[str, ...]:
         """The columns that are read if present, under the names of their roles."""
-        of_pairs = _OPTIONAL_OF_PAIRS if self.query is not None else ()
+        of_pairs = self._usual_of_pairs if self.query is not None else ()
         return tuple(role for role in (*self._usual, *of_pairs) if getattr(self, role) is None)
 
     def found_in(self, names: Sequence[str], *, where: str) -> "ColumnNames":
@@ -110,6 +109,13 @@ class UnlabeledColumnNames(ColumnNames):
     """The columns of rows whose labels have no meaning: a column ``label`` is not read."""
 
     _usual: ClassVar[tuple[str, ...]] = ("sample_id",)
+
+
+@final
+class ColumnNamesWithoutNegatives(ColumnNames):
+    """The columns of pairs without their explicit negatives: columns of the usual names are not read."""
+
+    _usual_of_pairs: ClassVar[tuple[str, ...]] = ("query_id", "document_id")
 
 
 def is_text(kind: pa.DataType) -> bool:
