@@ -1,5 +1,6 @@
 """Pairs and texts from columns to rows: column names, grouping of click logs, and reading through Arrow."""
 
+import math
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -504,6 +505,19 @@ def test_a_missing_label_of_a_dataset_is_no_class() -> None:
         assert classes_of(data, ColumnNames(image="image", label="label")) == ("cat", "dog")
 
 
+def test_floats_of_integers_are_labels_of_a_dataset_without_names() -> None:
+    columns = ColumnNames(image=None, text="text", label="label")
+    table = pa.table({"text": ["a", "b", "c"], "label": [3.0, None, math.nan]})
+    assert classes_of(DatasetOfOneBatch(table), columns) is None  # type: ignore[arg-type]
+    assert RawRows.of_table(table, columns, None).label.tolist() == [3, -1, -1]
+    for wrong in (0.5, math.inf, 2.0**53):
+        data: Any = DatasetOfOneBatch(pa.table({"label": [1.0, wrong]}))
+        with pytest.raises(DataError, match=f"column 'label' of the dataset holds {wrong}; name another"):
+            classes_of(data, columns)
+    with pytest.raises(DataError, match="labels are integers in one part of the dataset, and double or"):
+        RawRows.of_table(pa.table({"text": ["a"], "label": [0.5]}), columns, None)
+
+
 def test_a_vocabulary_skips_the_texts_of_a_dataset_that_are_not_utf8() -> None:
     texts = pa.array([b"one two", b"caf\xe9"], pa.binary()).view(pa.string())
     lists = pa.ListArray.from_arrays([0, 1, 2], texts)
@@ -617,9 +631,9 @@ def test_each_column_role_accepts_its_types_and_names_the_type_it_refuses(
 def test_labels_are_integers_texts_or_booleans() -> None:
     columns = ColumnNames(image="image", label="mine")
     of_integers = pa.dictionary(pa.int8(), pa.int64())
-    for kind in [*STRINGS, *INTEGERS, pa.bool_(), of_integers]:
+    for kind in [*STRINGS, *INTEGERS, *FLOATS, pa.bool_(), of_integers]:
         columns.check_types({"image": pa.binary(), "mine": kind}, where="the test")
-    for kind in (pa.float64(), pa.list_(pa.int64()), pa.binary()):
+    for kind in (pa.list_(pa.int64()), pa.binary()):
         with pytest.raises(
             DataError,
             match=re.escape(f"labels must be integers or text, column 'mine' of the test holds {kind}"),

@@ -89,19 +89,23 @@ class ColumnNames:
         return self.query is not None or of_judgments
 
     def can_be_label(self, kind: pa.DataType) -> bool:
-        """Whether a column of this type holds labels: integers, booleans or text.
+        """Whether a column of this type may hold labels: integers, booleans, text, or floats of integers.
 
-        Grades may be floats, since pandas makes floats of integers beside a missing one.
+        The values of floats are checked when the data are found.
         """
-        return _is_label(kind) or (self.labels_are_grades and pa.types.is_floating(kind))
+        return _is_label(kind) or pa.types.is_floating(kind)
 
     def check_label_type(self, kind: pa.DataType, *, where: str) -> None:
         """Raise ``DataError`` unless the type is one of labels."""
         if not self.can_be_label(kind):
-            raise DataError(
-                f"labels must be integers or text, column {self.label!r} of {where} holds "
-                f"{kind}; name another with --set data.columns.label=NAME"
-            )
+            raise self.label_error(kind, where=where)
+
+    def label_error(self, found: object, *, where: str) -> DataError:
+        """Return the error of a column that holds other values than labels."""
+        return DataError(
+            f"labels must be integers or text, column {self.label!r} of {where} holds "
+            f"{found}; name another with --set data.columns.label=NAME"
+        )
 
 
 @final
