@@ -141,8 +141,15 @@ class Matches(Generic[Text]):
         return np.array(pairs, np.int64)
 
     def notices(self) -> list[str]:
-        """Return a line about queries, and about documents, of which a large part is one entity."""
-        return self.query.notices("query") + self.document.notices("document")
+        """Return lines about queries and documents of which a large part is one entity, and queries without negatives."""
+        lines = self.query.notices("query") + self.document.notices("document")
+        num_documents = max(self.document.entity) + 1
+        num = sum(len(self._matches.get(each, ())) == num_documents for each in self.query.entity)
+        if num:
+            lines.append(
+                f"{num:,} of {len(self.query.texts):,} queries match all documents, and get no mined negatives"
+            )
+        return lines
 
     def hard_negatives(
         self,
