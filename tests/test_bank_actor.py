@@ -18,7 +18,7 @@ from raycl.errors import ConfigError, StorageError
 from raycl.negatives import KeyQueue, MemoryBank, snapshot, stats
 from raycl.negatives.actor import BankActor, MemoryBankActor, QueueActor, Update
 from raycl.negatives.bank import Bank
-from raycl.negatives.saved_bank import read_saved_bank
+from raycl.negatives.saved_bank import SavedBank, read_saved_bank
 from raycl.negatives.search import checked_query, merge
 from raycl.negatives.snapshot import (
     Current,
@@ -452,6 +452,16 @@ def test_each_written_row_is_drawn_equally_often(tmp_path: Path, monkeypatch: py
     assert (drawn[:, 0] != drawn[:, 1]).all()
     assert [np.mean((drawn == each).any(1)) for each in written] == pytest.approx([0.5] * 4, abs=0.06)
     assert sorted(bank.draw(9)) == written.tolist() and bank.draw(0).size == 0
+
+
+@pytest.mark.parametrize(
+    ("num", "says"), [(-1, "cannot draw -1 rows; ask for 0 or more"), (2.5, "num must be a whole number")]
+)
+def test_a_number_of_rows_that_cannot_be_drawn_is_refused(num: Any, says: str, tmp_path: Path) -> None:
+    (actor,) = actors_of(spec := a_spec("queue", tmp_path))
+    for bank in (actor, SavedBank(spec, actor.store.negatives(), "queue")):
+        with pytest.raises(ConfigError, match=says):
+            bank.draw(num)
 
 
 def test_ties_are_ordered_by_newest_step_and_then_by_smallest_id() -> None:

@@ -1,6 +1,7 @@
 """Lexical baselines: TF-IDF and BM25 against the textbook formulas."""
 
 import math
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tokenizers import pre_tokenizers
 
 from raycl.errors import ConfigError, DataError, RayclError
 from raycl.evaluation import lexical_baselines
@@ -122,6 +124,41 @@ def test_texts_without_spaces_are_found_by_their_characters(search: Callable[...
     queries = ["红鞋", "くすりの副作用", "V2", "帽", "カナ", "한국"]
     _, found = search(queries, documents, k=1)
     assert found[:, 0].tolist() == [1, 0, 1, 2, -1, -1]
+
+
+@both_searches
+def test_a_letter_keeps_its_marks(search: Callable[..., Any]) -> None:
+    documents = [
+        "हिन्दी की किताब",
+        "ภาษา ไทยที่ดี",
+        "un cafe\u0301",
+        "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645",
+        "\u062e\u0648\u0627 \u0647\u0645 \u0645\u06cc",
+    ]
+    queries = [
+        "किताब",
+        "ไทยที่ดี",
+        "caf\u00e9",
+        "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645",
+        "क त ब ภ าษา e cafe",
+    ]  # the last has no word of them
+    _, found = search(queries, documents, k=2)
+    assert found[:, 0].tolist() == [0, 1, 2, 3, -1]
+    assert (found[:, 1] == -1).all()
+
+
+def test_words_are_those_of_the_library_tokenizers() -> None:
+    texts = [
+        "हिन्दी की किताब, क्षत्रिय!",
+        "ภาษาไทยที่ดี และ",
+        "Cafe\u0301 na\u00efve \u0130stanbul x_1",
+        "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645 \u06a9\u0650\u062a\u0627\u0628",
+    ]
+    words = lexical_baselines._vectorizer().build_analyzer()
+    for text in texts:
+        seen = unicodedata.normalize("NFC", text.lower())
+        expected = [word for word, _ in pre_tokenizers.Whitespace().pre_tokenize_str(seen)]
+        assert words(text) == [word for word in expected if word.isidentifier() or word[0].isalnum()]
 
 
 @both_searches

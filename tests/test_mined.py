@@ -426,6 +426,19 @@ def test_random_documents_match_no_query_and_fill_what_the_table_lacks(
         assert found == set(range(len(corpus.document)))
 
 
+def test_a_query_that_all_documents_match_draws_its_own() -> None:
+    rows = held_rows({"query": ["q", "q", "q", "r"], "document": ["a", "b", "c", "b"]})
+    built = build_corpus(rows, explicit=True)
+    assert built.matches.notices() == ["1 of 2 queries match all documents, and get no mined negatives"]
+    own = built.corpus.positive[built.corpus.pairs_of(rows.sample_id), 1]
+    for epoch in range(5):
+        drawn = (
+            negatives_of(built.corpus, None).draw(rows.take(np.arange(4), epoch=epoch)).document.reshape(4, 3)
+        )
+        assert np.array_equal(drawn[:3], np.repeat(own[:3, None], 3, axis=1))
+        assert own[3] not in drawn[3]
+
+
 def test_mined_documents_follow_the_explicit_negatives_with_their_texts_and_ids() -> None:
     rows = held_rows()
     corpus = build_corpus(rows, explicit=True).corpus

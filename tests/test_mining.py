@@ -118,7 +118,8 @@ def test_ids_that_join_a_large_part_of_the_texts_are_reported() -> None:
         )
     )
     assert _Pairs(Values(by_role=by_role, label=label)).known.notices() == []
-    (line,) = joined_ids.known.notices()
+    line, of_matches = joined_ids.known.notices()
+    assert of_matches == "300 of 300 queries match all documents, and get no mined negatives"
     assert "300 of 300 different query texts are one query" in line
     some = {**by_role, "document_id": [0] * 99 + list(range(99, num))}
     assert _Pairs(Values(by_role=some, label=label)).known.notices() == []

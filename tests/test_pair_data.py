@@ -1,5 +1,6 @@
 """Pairs and texts from columns to rows: column names, grouping of click logs, and reading through Arrow."""
 
+import math
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ from raycl.data.texts import TextFormat, TextsFormat, TokenLists, Tokens
 from raycl.errors import DataError, InvalidValueError
 from raycl.recipes import recipe
 from raycl.training.data_set import learn_vocabulary, read_vocabulary
+from raycl.training.preflight import column_names
 from tests.pairs import vocabulary
 from tests.texts import invented_texts
 
@@ -503,6 +505,19 @@ def test_a_missing_label_of_a_dataset_is_no_class() -> None:
         assert classes_of(data, ColumnNames(image="image", label="label")) == ("cat", "dog")
 
 
+def test_floats_of_integers_are_labels_of_a_dataset_without_names() -> None:
+    columns = ColumnNames(image=None, text="text", label="label")
+    table = pa.table({"text": ["a", "b", "c"], "label": [3.0, None, math.nan]})
+    assert classes_of(DatasetOfOneBatch(table), columns) is None  # type: ignore[arg-type]
+    assert RawRows.of_table(table, columns, None).label.tolist() == [3, -1, -1]
+    for wrong in (0.5, math.inf, 2.0**53):
+        data: Any = DatasetOfOneBatch(pa.table({"label": [1.0, wrong]}))
+        with pytest.raises(DataError, match=f"column 'label' of the dataset holds {wrong}; name another"):
+            classes_of(data, columns)
+    with pytest.raises(DataError, match="labels are integers in one part of the dataset, and double or"):
+        RawRows.of_table(pa.table({"text": ["a"], "label": [0.5]}), columns, None)
+
+
 def test_a_vocabulary_skips_the_texts_of_a_dataset_that_are_not_utf8() -> None:
     texts = pa.array([b"one two", b"caf\xe9"], pa.binary()).view(pa.string())
     lists = pa.ListArray.from_arrays([0, 1, 2], texts)
@@ -616,9 +631,9 @@ def test_each_column_role_accepts_its_types_and_names_the_type_it_refuses(
 def test_labels_are_integers_texts_or_booleans() -> None:
     columns = ColumnNames(image="image", label="mine")
     of_integers = pa.dictionary(pa.int8(), pa.int64())
-    for kind in [*STRINGS, *INTEGERS, pa.bool_(), of_integers]:
+    for kind in [*STRINGS, *INTEGERS, *FLOATS, pa.bool_(), of_integers]:
         columns.check_types({"image": pa.binary(), "mine": kind}, where="the test")
-    for kind in (pa.float64(), pa.list_(pa.int64()), pa.binary()):
+    for kind in (pa.list_(pa.int64()), pa.binary()):
         with pytest.raises(
             DataError,
             match=re.escape(f"labels must be integers or text, column 'mine' of the test holds {kind}"),
@@ -634,6 +649,19 @@ def test_a_dataset_has_either_labels_or_lists_of_negatives() -> None:
         DataError, match=r"labels \('clicked'\) and lists of negatives \('hard'\): remove one"
     ):
         check_labels(both)
+
+
+@pytest.mark.parametrize(("explicit", "is_read"), [(True, True), (2, True), (False, False)])
+def test_explicit_negatives_are_read_if_they_are_used(explicit: bool | int, is_read: bool) -> None:
+    names = ["query", "document", "query_id", "document_id"]
+    config = override(recipe("two_tower"), {"negatives.explicit": explicit})
+    usual, lists = column_names(config), ["negatives", "negative_ids"]
+    found = usual.found_in([*names, *lists], where="the test")
+    assert set(found.contents) == {*names, *(lists if is_read else ())}
+    named = column_names(override(config, {"data.columns.negatives": "hard"}))
+    assert ("negatives" in named.found_in([*names, "hard"], where="the test").contents) == is_read
+    log = usual.found_in([*names, "label"], where="the test")
+    assert grouped_columns(log).contents == found.contents
 
 
 @pytest.mark.parametrize("query_id", [None, "user"])

@@ -642,6 +642,27 @@ def test_the_evaluator_counts_keys_among_the_nearest_as_computed_by_hand() -> No
     assert measures == {"recall_at_10": pytest.approx(3 / 4), "recall_at_1": pytest.approx(2 / 4)}
 
 
+@pytest.mark.parametrize("has_ids", [False, True])
+def test_another_text_of_a_document_is_the_document(has_ids: bool) -> None:
+    queries = {"q one again": 0.0, "q two": 90.0}
+    documents = {"d one": 40.0, "d two": 95.0}
+    others = {"d one again": 1.0} | {f"{number} more": 90.0 + number / 10 for number in range(12)}
+    ids = {"query_id": ["1", "2"], "document_id": ["a", "b"]} if has_ids else {}
+    more = {"query_id": list("3" * 13), "document_id": ["a", *"c" * 12]} if has_ids else {}
+    config = small_config()
+    judge = RetrievalEvaluator(
+        bank=rows_of(config, {"query": ["unheard"] * 13, "document": list(others), **more}),
+        test=rows_of(config, {"query": list(queries), "document": list(documents), **ids}),
+        transform=PairTransform(),
+        tokenizer=vocabulary().tokenizer,
+    )
+    tower = Tower(Angles(queries | documents | others), nn.Sequential())
+    # With ids, "d one again" is the document of "q one again", and the twelve nearest texts of "q two" are one document.
+    found = judge.measure(TwoTowers(tower, tower), CPU)
+    assert found == {"recall_at_10": 1.0 if has_ids else 0.5, "recall_at_1": 0.5 * has_ids}
+    assert judge.baseline(CPU) == {"baseline_recall_at_10": 1.0, "baseline_recall_at_1": 0.5 + 0.5 * has_ids}
+
+
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 1_000))
 def test_the_evaluator_agrees_with_a_comparison_of_all_pairs(seed: int) -> None:

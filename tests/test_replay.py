@@ -335,6 +335,18 @@ def test_the_order_of_samples_is_a_permutation_seeded_by_seed_and_epoch(run: Pat
     assert len(drawn) <= 197  # three rows are invalid
 
 
+def test_losses_of_a_log_without_epochs_are_found(run: Path, tmp_path: Path) -> None:
+    changed = copied(run, tmp_path)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    written = [{name: value for name, value in line.items() if name != "epoch"} for line in lines]
+    (changed / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in written))
+    expected = [(each["step"], each["loss"]) for each in raycl.find_steps(run, "max-loss").steps]
+    found = raycl.find_steps(changed, "max-loss").steps
+    assert [(each["step"], each["loss"]) for each in found] == expected
+    assert {each["epoch"] for each in found} == {None}
+    assert raycl.find_steps(changed, "nan").steps == []
+
+
 def test_the_largest_losses_are_found(run: Path) -> None:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     found = raycl.find_steps(run, "max-loss", top=4).steps

@@ -9,10 +9,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from raycl.data.columns import ColumnNames
 from raycl.errors import ConfigError, DataError
+from raycl.evaluation.lexical_baselines import bm25_search, tfidf_search
+from raycl.evaluation.metrics import retrieval_scores
 from raycl.evaluation.retrieval import Task, benchmark_task, evaluate_retrieval, image_task, pair_task
+from raycl.evaluation.search import search
 from raycl.models.encoder_io import save_encoder
 from raycl.storage import Place
 from tests.encoders import image_encoder
@@ -91,6 +95,77 @@ def test_invalid_rows_of_both_sets_are_skipped_and_counted(write: Write) -> None
     task = pair_task(test, train, NAMES)
     assert (task.queries, task.documents) == (["q"], ["a", "e", "g", "c"])
     assert task.sizes == {"num_train": 2, "num_test": 1, "num_invalid": 3}
+
+
+def test_texts_with_an_id_in_common_are_one_query_or_document(write: Write) -> None:
+    test = write(
+        "test",
+        query=["q", "another q", "r", "r"],
+        query_id=[1, 1, 2, 2],
+        document=["a", "b", "c", "e"],
+        document_id=["x", "y", "z", "w"],
+        label=[1, 2, 1, 0],
+    )
+    train = write(
+        "train",
+        query=["third q", "r", "s"],
+        query_id=[1, 2, 3],
+        document=["c", "another a", "b"],
+        document_id=["z", "x", "y"],
+        negatives=[["another b", "c"], ["r"], []],
+        negative_ids=[["y", "new"], ["u"], []],  # "c" has two ids
+    )
+    task = pair_task(test, train, NAMES)
+    assert task.queries == ["q", "another q", "r"]
+    assert task.documents == ["a", "b", "c", "e", "another a", "another b", "r"]
+    assert task.same_as is not None
+    assert task.same_as.tolist() == [0, 1, 2, 3, 0, 1, 6]
+    both = {("a", 1), ("b", 2)}
+    assert relevance_of(task) == {
+        *((q, d, grade) for q in ("q", "another q") for d, grade in both),
+        ("r", "c", 1),
+        ("r", "e", 0),
+    }
+    # By the id of its query a match in train is excluded, with all texts of its document.
+    assert excluded(task) == {("q", "c"), ("another q", "c"), ("r", "a"), ("r", "another a"), ("r", "r")}
+    assert task.labeled is not None
+    assert task.labeled.tolist() == [[0, 0, 1], [1, 1, 1], [2, 2, 1], [2, 3, 0]]
+
+
+def test_a_document_is_ranked_once_by_the_best_of_its_texts(write: Write) -> None:
+    documents = ["red", "blue", "navy", "sky", "green"]
+    columns = {"query": ["q"] * 5, "document": documents}
+    task = pair_task(write("ids", **columns, document_id=[1, 2, 2, 2, 3], label=[0, 0, 1, 0, 1]), None, NAMES)
+    cosine = torch.tensor([0.1, 0.0, 0.9, 0.8, 0.5])
+    document = torch.stack([cosine, (1 - cosine**2).sqrt()], dim=1)
+    similarity, ranked = task.rank(search, torch.tensor([[1.0, 0.0]]), document)
+    assert ranked.tolist() == [[1, 4, 0, -1, -1]]
+    np.testing.assert_allclose(similarity[0, :3], [0.9, 0.5, 0.1], rtol=1e-6)
+    scores = retrieval_scores(ranked, task.relevance)
+    assert (scores["recall_at_1"], scores["map"]) == (0.5, 1.0)  # of two relevant documents
+    plain = pair_task(write("plain", **columns), None, NAMES)
+    assert plain.rank(search, torch.tensor([[1.0, 0.0]]), document)[1].tolist() == [[2, 3, 4, 0, 1]]
+
+
+def test_documents_of_many_texts_leave_room_for_others(write: Write) -> None:
+    texts = [f"word {number}" for number in range(500)]  # the first document has 401
+    ids = [max(number, 400) for number in range(500)]
+    pairs = {"query": ["word 3"] + ["other"] * 499, "document": texts, "document_id": ids}
+    task = pair_task(write("test", **pairs), None, NAMES)
+    for find in (tfidf_search, bm25_search):
+        _, ranked = task.rank(find, ["word 3"], texts)
+        assert ranked.shape == (1, 100)
+        assert ranked[0].tolist() == [0, *range(401, 500)]
+
+
+def test_ids_that_join_most_queries_are_reported(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = [f"text {number}" for number in range(100)]
+    test = write("test", query=texts, document=texts, query_id=[7] * 100)
+    for quiet in (False, True):
+        pair_task(test, None, NAMES, quiet=quiet)
+        lines = [line for line in capsys.readouterr().err.splitlines() if "rename the column" in line]
+        assert len(lines) == int(not quiet)
+        assert quiet or lines[0].startswith("100 of 100 different query texts are one query")
 
 
 def benchmark(write: Write, **changes: Any) -> tuple[str, str, str]:

@@ -86,14 +86,15 @@ def test_invalid_pairs_are_named(arguments: dict[str, Any], words: str) -> None:
         ),
         ({"sentence2": ["a", b"caf\xe9", "c"]}, "row 1 of .*test has a sentence2 .*: invalid UTF-8"),
         (
-            {"score": ["low", "5", "high"]},
-            "column score of .*test has values of type string that are not finite numbers",
+            {"score": ["5", "low", "high"]},
+            r"row 1 of .*test has the score 'low', which is not a finite number \(2 of 3 rows have none\)",
         ),
         (
             {"score": [1.0, None, 2.0]},
-            "column score of .*test has values of type double that are not finite numbers",
+            r"row 1 of .*test has the score None, which is not a finite number \(1 of 3 rows have none\)",
         ),
-        ({"score": [[1], [2], [3]]}, "column score of .*test has values of type list"),
+        ({"score": [1.0, 2.0, np.inf]}, "row 2 of .*test has the score inf"),
+        ({"score": [[1], [2], [3]]}, r"row 0 of .*test has the score \[1\], .* \(3 of 3 rows"),
         ({name: [] for name in ("sentence1", "sentence2", "score")}, "test holds no rows"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import re
 import shutil
 import sys
@@ -504,7 +505,7 @@ def test_a_broken_file_is_refused_in_one_line_before_training(
 
 @pytest.mark.parametrize("ending", ["parquet", "jsonl", "arrow", "tar", *TABLES])
 @pytest.mark.parametrize(
-    ("labels", "kind"), [([0.5, 1.0], "double"), ([1.0, None], "double"), ([[1, 2], [3]], "list<")]
+    ("labels", "kind"), [([0.5, 1.0], "double"), ([float(2**53), None], "double"), ([[1, 2], [3]], "list<")]
 )
 def test_a_column_label_of_other_values_is_ignored_unless_it_is_named(
     labels: list[Any], kind: str, ending: str, tmp_path: Path
@@ -521,6 +522,28 @@ def test_a_column_label_of_other_values_is_ignored_unless_it_is_named(
     )
     with pytest.raises(DataError, match="labels must be integers or text, column 'label' of .* holds"):
         find_source(str(pairs), PAIRS)
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl", "arrow", "tar", *TABLES])
+@pytest.mark.parametrize("columns", [TEXTS, replace(TEXTS, label="label")])
+def test_labels_may_be_floats_of_integers(columns: ColumnNames, ending: str, tmp_path: Path) -> None:
+    labels = [3.0, None, -1.0, 10.0]
+    path = write_rows(tmp_path / f"rows.{ending}", [{"text": "a", "label": label} for label in labels])
+    source = find_source(str(path), columns)
+    assert (source.has_labels, source.classes, source.ignored_label) == (True, None, "")
+    assert read(source)["label"] == [3, -1, -1, 10]
+
+
+def test_labels_may_be_integers_in_one_file_and_floats_in_another(tmp_path: Path) -> None:
+    for name, labels in (("a", [3, 1]), ("b", [3.0, math.nan])):
+        pq.write_table(pa.table({"text": ["a", "b"], "label": labels}), tmp_path / f"{name}.parquet")
+    source = find_source(str(tmp_path), replace(TEXTS, label="label"))
+    assert (source.classes, read(source)["label"]) == (None, [3, 1, 3, -1])
+    pq.write_table(pa.table({"text": ["a"], "label": [0.5]}), tmp_path / "c.parquet")
+    with pytest.raises(DataError, match=r"column 'label' of .*c.parquet holds 0.5; name another"):
+        find_source(str(tmp_path), replace(TEXTS, label="label"))
+    pq.write_table(pa.table({"text": ["a"], "label": ["cat"]}), tmp_path / "c.parquet")
+    assert find_source(str(tmp_path), TEXTS).ignored_label == "double"
 
 
 def test_labels_are_ignored_in_all_files_if_one_has_other_values(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from raycl.tuning.plan import (
     trial_config,
 )
 from raycl.tuning.search import TUNED, KeepingRecipe, Recorder
+from raycl.tuning.trial import _train
 from tests.images import write_digits
 
 NUM_ROWS = 10_000
@@ -44,6 +45,28 @@ RATE, TEMPERATURE, CROP, BATCH = (
     "augment.crop_scale.0",
     "stages.0.batch_size",
 )
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (
+            "simclr",
+            "no knn_top1 .* too few labeled rows are held out, or all labels are the same; .* several classes",
+        ),
+        (
+            "two_tower",
+            "no recall_at_10 .* too few pairs are held out, or all of them are training pairs as well",
+        ),
+    ],
+)
+def test_a_run_without_a_measure_names_the_causes(
+    name: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unmeasured = SimpleNamespace(final={"loss": 1.0}, seconds=1.0)
+    monkeypatch.setattr("raycl.training.launch.train", lambda *_, **__: unmeasured)
+    with pytest.raises(DataError, match=says):
+        _train(recipe(name), "output", [])
 
 
 # The settings

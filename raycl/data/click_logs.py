@@ -228,9 +228,11 @@ def _with_new_documents(rows: list[dict[str, Any]], seen: set[Any]) -> list[dict
 def grouped_columns(columns: ColumnNames) -> ColumnNames:
     """Return the columns of the result of :func:`group_rows` for a dataset with these columns."""
     has_ids = columns.document_id is not None
+    has_negatives = "negatives" in columns.usual
     return replace(
         GROUPED,
+        negatives="negatives" if has_negatives else None,
         query_id="query_id" if columns.query_id else None,
         document_id="document_id" if has_ids else None,
-        negative_ids="negative_ids" if has_ids else None,
+        negative_ids="negative_ids" if has_ids and has_negatives else None,
     )

@@ -10,8 +10,6 @@ import pyarrow as pa
 from raycl.data.images import is_image_struct
 from raycl.errors import DataError
 
-_OPTIONAL_OF_PAIRS = ("negatives", "query_id", "document_id", "negative_ids")  # read if present
-
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnNames:
@@ -36,6 +34,7 @@ class ColumnNames:
     sample_id: str | None = None
 
     _usual: ClassVar[tuple[str, ...]] = ("label", "sample_id")  # read if present
+    _usual_of_pairs: ClassVar[tuple[str, ...]] = ("negatives", "query_id", "document_id", "negative_ids")
 
     @property
     def contents(self) -> dict[str, str]:
@@ -51,7 +50,7 @@ class ColumnNames:
     @property
     def usual(self) -> tuple[str, ...]:
         """The columns that are read if present, under the names of their roles."""
-        of_pairs = _OPTIONAL_OF_PAIRS if self.query is not None else ()
+        of_pairs = self._usual_of_pairs if self.query is not None else ()
         return tuple(role for role in (*self._usual, *of_pairs) if getattr(self, role) is None)
 
     def found_in(self, names: Sequence[str], *, where: str) -> "ColumnNames":
@@ -90,19 +89,23 @@ class ColumnNames:
         return self.query is not None or of_judgments
 
     def can_be_label(self, kind: pa.DataType) -> bool:
-        """Whether a column of this type holds labels: integers, booleans or text.
+        """Whether a column of this type may hold labels: integers, booleans, text, or floats of integers.
 
-        Grades may be floats, since pandas makes floats of integers beside a missing one.
+        The values of floats are checked when the data are found.
         """
-        return _is_label(kind) or (self.labels_are_grades and pa.types.is_floating(kind))
+        return _is_label(kind) or pa.types.is_floating(kind)
 
     def check_label_type(self, kind: pa.DataType, *, where: str) -> None:
         """Raise ``DataError`` unless the type is one of labels."""
         if not self.can_be_label(kind):
-            raise DataError(
-                f"labels must be integers or text, column {self.label!r} of {where} holds "
-                f"{kind}; name another with --set data.columns.label=NAME"
-            )
+            raise self.label_error(kind, where=where)
+
+    def label_error(self, found: object, *, where: str) -> DataError:
+        """Return the error of a column that holds other values than labels."""
+        return DataError(
+            f"labels must be integers or text, column {self.label!r} of {where} holds "
+            f"{found}; name another with --set data.columns.label=NAME"
+        )
 
 
 @final
@@ -110,6 +113,13 @@ class UnlabeledColumnNames(ColumnNames):
     """The columns of rows whose labels have no meaning: a column ``label`` is not read."""
 
     _usual: ClassVar[tuple[str, ...]] = ("sample_id",)
+
+
+@final
+class ColumnNamesWithoutNegatives(ColumnNames):
+    """The columns of pairs without their explicit negatives: columns of the usual names are not read."""
+
+    _usual_of_pairs: ClassVar[tuple[str, ...]] = ("query_id", "document_id")
 
 
 def is_text(kind: pa.DataType) -> bool:

@@ -14,7 +14,7 @@ from raycl.data.codecs import Formats, store_all
 from raycl.data.columns import ColumnNames
 from raycl.data.ids import content_id
 from raycl.data.images import ImageFormat, is_flat
-from raycl.data.labels import are_numbers, class_names, distinct_labels
+from raycl.data.labels import are_numbers, class_names, distinct_labels, inexact_label
 from raycl.data.read_stats import ReadStats
 from raycl.data.sources import Fragment, RawRows, Source
 from raycl.data.split import Holdout, Keep
@@ -231,6 +231,10 @@ def classes_of(dataset: ray.data.Dataset, columns: ColumnNames) -> tuple[str, ..
     for part in parts:
         columns.check_label_type(part.type, where="the dataset")
     parts = [part for part in parts if not pa.types.is_null(part.type)]
+    if any(pa.types.is_floating(part.type) for part in parts):
+        for other in filter(None, map(inexact_label, parts)):
+            raise columns.label_error(other, where="the dataset")
+        return None
     return None if all(are_numbers(part.type) for part in parts) else class_names(parts)
 
 

@@ -15,7 +15,7 @@ from raycl.errors import DataError, InvalidValueError
 
 _INTEGER = re.compile(rb"0|-?[1-9][0-9]{0,19}")  # as Python writes it: "007" and "7" are different ids
 _64_BITS = range(-(2**63), 2**64)
-_EXACT = 2**53  # integers below it are exact as float64
+EXACT = 2**53  # integers below it are exact as float64
 
 
 @final
@@ -55,7 +55,7 @@ class IdFormat:
             values = [] if value is None else list(value)
         if any(map(is_missing, values)):
             return InvalidValueError("missing id")
-        if any(isinstance(each, float | np.floating) and abs(each) >= _EXACT for each in values):
+        if any(isinstance(each, float | np.floating) and abs(each) >= EXACT for each in values):
             return InvalidValueError("id of 2^53 or more as float")
         return list(map(entity_id, values))
 

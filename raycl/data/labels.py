@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from raycl.data.ids import EXACT
 from raycl.errors import DataError
 
 NO_LABEL = -1
@@ -15,6 +16,16 @@ NO_LABEL = -1
 def are_numbers(kind: pa.DataType) -> bool:
     """Whether a column holds numeric labels, which need no class names."""
     return pa.types.is_integer(kind) or pa.types.is_boolean(kind)
+
+
+def inexact_label(column: pa.ChunkedArray | pa.Array) -> str | None:
+    """Return a float that stands for no integer (a fraction, or 2^53 or more), or the type of text; None without them."""
+    if not pa.types.is_floating(column.type):
+        is_integer = are_numbers(column.type) or pa.types.is_null(column.type)
+        return None if is_integer else str(column.type)
+    values = column.cast(pa.float64()).drop_null().to_numpy(zero_copy_only=False)
+    inexact = values[~np.isnan(values) & ((values != np.trunc(values)) | (abs(values) >= EXACT))]
+    return str(inexact[0]) if len(inexact) else None
 
 
 def names_of_integers(schema: pa.Schema, column: str) -> tuple[str, ...] | None:
@@ -47,13 +58,16 @@ def label_numbers(
     """Return labels as numbers, ``NO_LABEL`` where one is missing; ``classes`` is None for integers.
 
     A negative integer is a missing label, such as -1 or -100 in many data sets, unless it ``may_be_negative``. Raises
-    ``DataError`` if ``classes`` is None and a label is not a 64-bit integer.
+    ``DataError`` if ``classes`` is None and a label is not a 64-bit integer, or a float of one.
     """
     if classes is None:
         try:
-            if not (are_numbers(column.type) or pa.types.is_null(column.type)):
+            if pa.types.is_floating(column.type):
+                numbers = pa.array(column.to_numpy(), from_pandas=True).cast(pa.int64())  # NaN is missing
+            elif are_numbers(column.type) or pa.types.is_null(column.type):
+                numbers = column.cast(pa.int64())
+            else:
                 raise pa.ArrowInvalid
-            numbers = column.cast(pa.int64())
         except pa.ArrowInvalid:
             raise DataError(
                 f"labels are integers in one part of the dataset, and {column.type} or beyond 64 bits in another; "

@@ -65,6 +65,16 @@ class DistinctTexts(Generic[Text]):
             first.setdefault(self.entity[number], number)
         return list(first.values())
 
+    def notices(self, name: str) -> list[str]:
+        """Return a line if a large part of the texts is one entity, as by ids of sessions; ``name`` is query or document."""
+        num, largest = len(self.texts), int(np.bincount(self.entity).max())
+        if largest < max(_MANY, _LARGE_PART * num):
+            return []
+        return [
+            f"{largest:,} of {num:,} different {name} texts are one {name}, since ids join them: no match of one is a "
+            f"negative of another; if {name}_id names more than a {name}, such as a session, rename the column"
+        ]
+
 
 @final
 class Matches(Generic[Text]):
@@ -131,15 +141,14 @@ class Matches(Generic[Text]):
         return np.array(pairs, np.int64)
 
     def notices(self) -> list[str]:
-        """Return a line about queries, and about documents, of which a large part is one entity, as by ids of sessions."""
-        lines = []
-        for name, found in (("query", self.query), ("document", self.document)):
-            num, largest = len(found.texts), int(np.bincount(found.entity).max())
-            if largest >= max(_MANY, _LARGE_PART * num):
-                lines.append(
-                    f"{largest:,} of {num:,} different {name} texts are one {name}, since ids join them: no match of one is a "
-                    f"negative of another; if {name}_id names more than a {name}, such as a session, rename the column"
-                )
+        """Return lines about queries and documents of which a large part is one entity, and queries without negatives."""
+        lines = self.query.notices("query") + self.document.notices("document")
+        num_documents = max(self.document.entity) + 1
+        num = sum(len(self._matches.get(each, ())) == num_documents for each in self.query.entity)
+        if num:
+            lines.append(
+                f"{num:,} of {len(self.query.texts):,} queries match all documents, and get no mined negatives"
+            )
         return lines
 
     def hard_negatives(

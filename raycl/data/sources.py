@@ -27,6 +27,7 @@ from raycl.data.labels import (
     are_numbers,
     class_names,
     distinct_labels,
+    inexact_label,
     label_numbers,
     names_of_integers,
 )
@@ -467,6 +468,7 @@ def _table_source(
         if table.schema.names or sum(table.group_sizes)
     ]
     ignored_label = _ignored_label([table.schema for _, _, table in found], columns)
+    is_asked = columns.label is not None
     chosen = [
         _check_columns(place, table.schema, columns, reads_label=not ignored_label)
         for _, place, table in found
@@ -488,30 +490,48 @@ def _table_source(
     if columns.weight is not None:
         parts = ((str(place), reader.column(place, columns.weight, types)) for place in places)
         check_weight_columns(parts, where=uri)
-    classes = names = None
+    labels: dict[str, Any] = {"columns": columns, "classes": None, "ignored_label": ignored_label}
     if columns.label is not None:
         kinds = [each.field(columns.label).type for each in ([types] if types else schemas)]
-        # A file without any label does not tell whether they are integers.
-        first = next((kind for kind in kinds if not pa.types.is_null(kind)), pa.null())
-        if are_numbers(first) and not any(map(pa.types.is_floating, kinds)):
-            names = names_of_integers(found[0][2].schema, columns.label)
-        else:
-            label = columns.label
-            with ThreadPoolExecutor(8) as pool:
-                classes = class_names(
-                    pool.map(lambda place: distinct_labels(reader.column(place, label, types)), places)
-                )
+        labels |= _labels(reader, places, columns, types, kinds, is_asked=is_asked)
+        labels["label_names"] = names_of_integers(found[0][2].schema, columns.label)
     return Source(
         uri=uri,
         kind=kind or reader.name,
         fragments=tuple(fragments),
-        columns=columns,
-        classes=classes,
-        has_labels=columns.label is not None,
-        ignored_label=ignored_label,
+        has_labels=labels["columns"].label is not None,
         types=types,
-        label_names=names,
+        **labels,
     )
+
+
+def _labels(
+    reader: TableFormat,
+    places: Sequence[Place],
+    columns: ColumnNames,
+    types: pa.Schema | None,
+    kinds: Sequence[pa.DataType],
+    *,
+    is_asked: bool,
+) -> dict[str, Any]:
+    """Return the class names of text labels, or the columns without a label that is neither text nor integers.
+
+    Floats that are integers are labels too; raises ``DataError`` for others if they are asked for.
+    """
+    label, floats = str(columns.label), [str(kind) for kind in kinds if pa.types.is_floating(kind)]
+    # A file without any label does not tell whether they are integers.
+    first = next((kind for kind in kinds if not pa.types.is_null(kind)), pa.null())
+    if are_numbers(first) and not floats:
+        return {}
+    with ThreadPoolExecutor(8) as pool:
+        distinct = list(pool.map(lambda place: distinct_labels(reader.column(place, label, types)), places))
+    if not floats or columns.labels_are_grades:
+        return {"classes": class_names(distinct)}
+    found = zip(places, map(inexact_label, distinct), strict=True)
+    others = [(place, other) for place, other in found if other is not None]
+    if others and is_asked:
+        raise columns.label_error(others[0][1], where=str(others[0][0]))
+    return {"columns": replace(columns, label=None), "ignored_label": floats[0]} if others else {}
 
 
 def _check_links(places: Sequence[Place]) -> None:

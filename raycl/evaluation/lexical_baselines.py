@@ -1,5 +1,7 @@
 """Retrieval by shared words: TF-IDF from scikit-learn and BM25 from bm25s."""
 
+import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 
 import bm25s
@@ -12,8 +14,13 @@ from raycl.evaluation.search import Ranking, pair_numbers, ranking_width
 
 # Chinese characters and hiragana, written without spaces between words.
 _UNSPACED = "\u3041-\u309f\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003fffd"
+# Marks, such as vowel signs of Hindi and Thai, belong to the letter before them, and so do variation selectors and the
+# joiners of Persian: the words of Unicode's UTS 18. Python's \w lacks them.
+_CATEGORIES = "".join(unicodedata.category(chr(code))[0] for code in range(0x1F000))
+_MARKS = "".join(f"{chr(run.start())}-{chr(run.end() - 1)}" for run in re.finditer("M+", _CATEGORIES))
+_MARK = rf"[{_MARKS}\u200c\u200d\U000e0100-\U000e01ef]"
 # Unlike scikit-learn's default, this keeps words of one character: "vitamin C", "type 2".
-_WORD = rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+"
+_WORD = rf"[{_UNSPACED}]{_MARK}*|[^\W{_UNSPACED}]+(?:{_MARK}+[^\W{_UNSPACED}]*)*"
 _CELLS = 2**22  # of the dense block of queries by documents, 32 MB
 
 Excluded = NDArray[np.integer] | None
@@ -24,8 +31,8 @@ def tfidf_search(
 ) -> Ranking:
     """Find the ``k`` documents nearest to each query by the cosine of TF-IDF.
 
-    Words are runs of letters, digits and underscores, in lower case, and single Chinese characters and
-    hiragana, as in Lucene's standard tokenizer. A word weighs 1 + log(count) times
+    Words are runs of letters with their marks, digits and underscores, in lower case and NFC, and single
+    Chinese characters and hiragana, as in Lucene's standard tokenizer. A word weighs 1 + log(count) times
     its inverse document frequency in ``documents``. ``excluded`` is [num_excluded, 2], positions of a query
     and of a document that it must not find.
 
@@ -86,7 +93,13 @@ def tfidf_similarity(left: Sequence[str], right: Sequence[str], corpus: Sequence
 
 
 def _vectorizer(vocabulary: dict[str, int] | None = None) -> TfidfVectorizer:
-    return TfidfVectorizer(token_pattern=_WORD, sublinear_tf=True, vocabulary=vocabulary)
+    return TfidfVectorizer(
+        token_pattern=_WORD, preprocessor=_normalized, sublinear_tf=True, vocabulary=vocabulary
+    )
+
+
+def _normalized(text: str) -> str:
+    return unicodedata.normalize("NFC", text.lower())
 
 
 def _fitted(texts: Sequence[str], name: str) -> TfidfVectorizer:

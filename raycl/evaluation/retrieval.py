@@ -1,7 +1,7 @@
 """Evaluation by retrieval: queries to documents, or images to captions and back."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
 from typing import Any, final
@@ -13,14 +13,15 @@ from torch.nn.functional import normalize
 
 from raycl.data.columns import ColumnNames, UnlabeledColumnNames
 from raycl.data.ids import entity_id, is_missing
+from raycl.data.matches import DistinctTexts
 from raycl.display import EvaluationResult
 from raycl.errors import ConfigError, DataError
 from raycl.evaluation.lexical_baselines import bm25_search, tfidf_search, tfidf_similarity
 from raycl.evaluation.metrics import average_precision, retrieval_scores
-from raycl.evaluation.search import Ranking, fuse, search
+from raycl.evaluation.search import Ranking, fuse, num_texts, of_documents, search
 from raycl.inference.embed import embed_values
 from raycl.inference.encoder import read_encoders
-from raycl.inference.reading import Values, read_values
+from raycl.inference.reading import Values, read_pairs, read_values
 from raycl.models.encoder_io import SavedEncoder
 
 DEPTH = 100  # of rankings: MRR and MAP ignore documents below
@@ -32,12 +33,14 @@ class Task:
     """Distinct queries and documents with judgments by position.
 
     ``relevance`` has rows of (query, document, grade), ``excluded`` pairs (query, document) that a ranking
-    skips. ``labeled`` has rows of (query, document, 0 or 1) if the set labels both kinds of pairs.
+    skips. ``labeled`` has rows of (query, document, 0 or 1) if the set labels both kinds of pairs. With ids,
+    ``same_as`` [num_documents] is the first position with the same id, which rankings and ``relevance`` name.
     """
 
     queries: list[Any]
     documents: list[Any]
     relevance: NDArray[np.int64]
+    same_as: NDArray[np.int64] | None = None
     excluded: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 2), np.int64))
     labeled: NDArray[np.int64] | None = None
     num_train: int = 0
@@ -48,6 +51,12 @@ class Task:
     def sizes(self) -> dict[str, int]:
         """The number of rows in each set, and of the rows skipped as invalid."""
         return {"num_train": self.num_train, "num_test": self.num_test, "num_invalid": self.num_invalid}
+
+    def rank(self, find: Callable[..., Ranking], query: Any, document: Any) -> Ranking:
+        """Return the nearest documents by ``search`` or a function with its arguments."""
+        same_as = np.arange(len(self.documents)) if self.same_as is None else self.same_as
+        ranking = find(query, document, k=num_texts(same_as, DEPTH), excluded=self.excluded)
+        return of_documents(ranking, same_as, DEPTH)
 
     def relevant_documents(self) -> NDArray[np.int64]:
         """Return the positions of documents that are relevant to some query, sorted."""
@@ -86,8 +95,9 @@ def evaluate_retrieval(
     """Rank all documents of ``test`` and ``train`` for each query of ``test``.
 
     A set holds pairs of query and document, with an optional label: 0 for no match, 1 and above for
-    grades of relevance. A query ignores the documents that match it in ``train``, and its own text. Or a
-    set holds images with captions: then both directions are evaluated within ``test``, and one caption of
+    grades of relevance. A query ignores the documents that match it in ``train``, and its own text. Texts
+    with an id in common (``query_id``, ``document_id``, ``negative_ids``) are one query or document, which is
+    ranked once, by the best of its texts. Or a set holds images with captions: then both directions are evaluated within ``test``, and one caption of
     an image is enough for its recall. For a benchmark with judgments, give the sets ``queries``
     (``query_id``, ``query``) and ``documents`` (``document_id``, ``document``), and both ids with the
     label in ``test``.
@@ -149,7 +159,7 @@ def _evaluate_texts(
     task: Task, encoders: list[SavedEncoder], options: dict[str, Any], *, baseline: bool, examples: int
 ) -> dict[str, Any]:
     query, document = _embed(task, encoders, options)
-    similarities, ranked = search(query, document, k=DEPTH, excluded=task.excluded)
+    similarities, ranked = task.rank(search, query, document)
     result: dict[str, Any] = dict(retrieval_scores(ranked, task.relevance))
     if task.labeled is not None:
         similarity = (normalize(query)[task.labeled[:, 0]] * normalize(document)[task.labeled[:, 1]]).sum(1)
@@ -172,14 +182,14 @@ def _embed(task: Task, encoders: list[SavedEncoder], options: dict[str, Any]) ->
 
 
 def _scores(task: Task, query: Tensor, document: Tensor, *, any_is_enough: bool = False) -> dict[str, float]:
-    _, ranked = search(query, document, k=DEPTH, excluded=task.excluded)
+    _, ranked = task.rank(search, query, document)
     return retrieval_scores(ranked, task.relevance, any_is_enough=any_is_enough)
 
 
 def _lexical_baseline(task: Task, ranked: NDArray[np.int64]) -> dict[str, Any]:
     """Return the scores of TF-IDF and BM25, and of the encoder's ranking fused with BM25's."""
     rankings = {
-        name: find(task.queries, task.documents, k=DEPTH, excluded=task.excluded)[1]
+        name: task.rank(find, task.queries, task.documents)[1]
         for name, find in (("tfidf", tfidf_search), ("bm25", bm25_search))
     }
     baseline: dict[str, Any] = {
@@ -219,34 +229,44 @@ def _examples(task: Task, ranking: Ranking, num: int) -> list[dict[str, Any]]:
 def pair_task(test: str, train: str | None, names: ColumnNames, *, quiet: bool = True) -> Task:
     """Search the queries of ``test`` among the documents and negatives of both sets.
 
-    A query ignores the documents that match it in ``train``, and its own text.
+    A query ignores the documents that match it in ``train``, and its own text. Texts with an id in common
+    are one query or document: each matches whatever the others match.
     """
-    columns = ColumnNames(
-        image=None,
-        query=names.query or "query",
-        document=names.document or "document",
-        negatives=names.negatives,
-        label=names.label,
-    )
-    pairs = read_values(test, columns, quiet=quiet)
-    known = None if train is None else read_values(train, columns, quiet=quiet)
-    query = _numbered(pairs.by_role["query"])
-    document = _numbered(_documents(pairs), [] if known is None else _documents(known))
-    grades = pairs.label if pairs.has_labels else np.ones(len(pairs.label), np.int64)
-    rows = zip(pairs.by_role["query"], pairs.by_role["document"], grades, strict=True)
-    relevance = np.array([(query[q], document[d], grade) for q, d, grade in rows], np.int64).reshape(-1, 3)
-    excluded = _own_texts(query, document)
-    if known is not None:
-        excluded |= {(query[q], document[d]) for q, d in _matches(known) if q in query}
+    pairs, *others = (read_pairs(uri, names, quiet=quiet) for uri in (test, train) if uri is not None)
+    query, document = (_distinct(role, [pairs, *others]) for role in ("query", "document"))
+    for line in [] if quiet else [*query.notices("query"), *document.notices("document")]:
+        print(line, file=sys.stderr)
+    of_query, of_document = (_first_with_id(each.entity) for each in (query, document))
+    queries = query.texts[: len(set(pairs.by_role["query"]))]  # those of ``train`` follow
+    queries_of, texts_of = _places(of_query[: len(queries)]), _places(of_document)
+
+    def positions(values: Values) -> NDArray[np.int64]:
+        rows = zip(values.by_role["query"], values.by_role["document"], strict=True)
+        return np.array([(query.number[q], document.number[d]) for q, d in rows], np.int64)
+
+    def as_first(rows: NDArray[np.int64]) -> list[tuple[int, int]]:
+        return list(zip(of_query[rows[:, 0]].tolist(), of_document[rows[:, 1]].tolist(), strict=True))
+
+    rows = positions(pairs)
+    grades = pairs.label if pairs.has_labels else np.ones(len(rows), np.int64)
+    judged = dict.fromkeys(zip(as_first(rows), grades.tolist(), strict=True))
+    own_texts = np.array(list(_own_texts(query.texts, document.texts)), np.int64).reshape(-1, 2)
+    skipped = set(as_first(own_texts))
+    for each in others:
+        skipped |= set(as_first(positions(each)[each.label != 0]))  # without labels all are -1
+    skipped -= {pair for pair, grade in judged if grade > 0}
+    relevance = [(each, d, grade) for (q, d), grade in judged for each in queries_of[q]]
+    excluded = [(each, text) for q, d in skipped for each in queries_of.get(q, ()) for text in texts_of[d]]
     return Task(
-        queries=list(query),
-        documents=list(document),
-        relevance=relevance,
-        excluded=_without_matches(excluded, relevance),
-        labeled=_labeled(relevance, pairs.label),
-        num_train=0 if known is None else len(known.label),
-        num_test=len(pairs.label),
-        num_invalid=pairs.num_invalid + (0 if known is None else known.num_invalid),
+        queries=queries,
+        documents=document.texts,
+        relevance=np.array(relevance, np.int64).reshape(-1, 3),
+        same_as=of_document,
+        excluded=np.array(sorted(excluded), np.int64).reshape(-1, 2),
+        labeled=_labeled(rows, pairs.label),
+        num_train=sum(len(each.label) for each in others),
+        num_test=len(rows),
+        num_invalid=sum(each.num_invalid for each in (pairs, *others)),
     )
 
 
@@ -297,20 +317,37 @@ def _numbered(*lists: Sequence[Any]) -> dict[Any, int]:
     return {value: number for number, value in enumerate(dict.fromkeys(chain.from_iterable(lists)))}
 
 
-def _documents(pairs: Values) -> list[Any]:
-    """Return the documents, then the negatives."""
-    return [*pairs.by_role["document"], *chain.from_iterable(pairs.by_role.get("negatives", []))]
+def _distinct(role: str, sets: Sequence[Values]) -> DistinctTexts[str]:
+    """Return the queries, or the documents and negatives, of all sets."""
+    texts, ids = list[str](), list[int | None]()
+    for by_role in (each.by_role for each in sets):
+        texts += by_role[role]
+        ids += by_role.get(f"{role}_id") or [None] * len(by_role[role])
+        if role == "document" and "negatives" in by_role:
+            lists = by_role["negatives"]
+            texts += chain.from_iterable(lists)
+            ids += chain.from_iterable(by_role.get("negative_ids") or ([None] * len(own) for own in lists))
+    return DistinctTexts(texts, ids)
 
 
-def _matches(pairs: Values) -> list[tuple[Any, Any]]:
-    rows = zip(pairs.by_role["query"], pairs.by_role["document"], pairs.label, strict=True)
-    return [(query, document) for query, document, label in rows if label != 0]  # without labels all are -1
+def _first_with_id(entity: Sequence[int]) -> NDArray[np.int64]:
+    """Return for each text the position of the first text of the same entity."""
+    _, first, number = np.unique(entity, return_index=True, return_inverse=True)
+    return first[number]
 
 
-def _labeled(relevance: NDArray[np.int64], label: NDArray[np.int64]) -> NDArray[np.int64] | None:
+def _places(values: NDArray[np.int64]) -> dict[int, list[int]]:
+    """Return the positions of each value."""
+    places: dict[int, list[int]] = {}
+    for place, value in enumerate(values.tolist()):
+        places.setdefault(value, []).append(place)
+    return places
+
+
+def _labeled(rows: NDArray[np.int64], label: NDArray[np.int64]) -> NDArray[np.int64] | None:
     if not ((label == 0).any() and (label > 0).any()):
         return None
-    return np.stack([relevance[:, 0], relevance[:, 1], (relevance[:, 2] > 0).astype(np.int64)], axis=1)
+    return np.column_stack([rows, (label > 0).astype(np.int64)])
 
 
 def _own_texts(queries: Iterable[Any], documents: Iterable[Any]) -> set[tuple[int, int]]:

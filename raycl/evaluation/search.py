@@ -47,6 +47,30 @@ def search(
     return similarity, np.where(np.isneginf(similarity), -1, index)
 
 
+def num_texts(document: NDArray[np.integer], k: int) -> int:
+    """Return the number of texts to find, so that ``k`` documents are among them; at most 10 ``k``.
+
+    ``document`` [num_texts] is the document of each text, an integer from 0.
+    """
+    sizes = np.sort(np.unique(document, return_counts=True)[1])[::-1]
+    return min(int(sizes[: k - 1].sum()) + 1, 10 * k)
+
+
+def of_documents(ranking: Ranking, document: NDArray[np.integer], k: int) -> Ranking:
+    """Turn rankings of texts into rankings of the first ``k`` documents, each at the place of its best text.
+
+    ``document`` as in ``num_texts``.
+    """
+    num_queries, width = ranking[1].shape
+    similarity = np.full((num_queries, min(k, width)), -np.inf, ranking[0].dtype)
+    index = np.full(similarity.shape, -1, dtype=np.int64)
+    for row, found in enumerate(ranking[1]):
+        found = document[found[found >= 0]]
+        first = np.sort(np.unique(found, return_index=True)[1])[:k]
+        similarity[row, : len(first)], index[row, : len(first)] = ranking[0][row, first], found[first]
+    return similarity, index
+
+
 def fuse(*rankings: NDArray[np.integer]) -> NDArray[np.int64]:
     """Merge rankings of the same queries by reciprocal rank fusion (Cormack, Clarke and Buettcher, 2009).
 

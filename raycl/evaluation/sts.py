@@ -109,15 +109,17 @@ def _read(uri: str, *, quiet: bool) -> _Pairs:
     source = find_source(uri, _PairColumns(image=None, **asked))
     report_unread([source], quiet=quiet)
     names = list(source.columns.asked.values())
-    left, right, dataset, scores = list[str](), list[str](), list[Any](), [np.empty(0)]
+    left, right, dataset = list[str](), list[str](), list[Any]()
+    scores, places = list[Any](), list[str]()
     for fragment in source.fragments:
         where = str(fragment.place)
         for first, table in source.tables(fragment, names):
             left += _texts(table, "sentence1", where, first)
             right += _texts(table, "sentence2", where, first)
-            scores.append(_scores(table["score"], where))
+            scores += plain_values(table["score"])
+            places += (f"row {row} of {where}" for row in range(first, first + len(table)))
             dataset += table["dataset"].to_pylist() if "dataset" in names else ["sts"] * len(table)
-    return _Pairs(left=left, right=right, score=np.concatenate(scores), dataset=dataset)
+    return _Pairs(left=left, right=right, score=_numbers(scores, places), dataset=dataset)
 
 
 def _texts(table: pa.Table, name: str, where: str, first: int) -> list[str]:
@@ -132,14 +134,21 @@ def _texts(table: pa.Table, name: str, where: str, first: int) -> list[str]:
     return values
 
 
-def _scores(column: pa.ChunkedArray, where: str) -> NDArray[np.float64]:
-    try:
-        score = column.cast(pa.float64()).to_numpy()
-    except pa.ArrowException:
-        score = np.array([np.nan])
-    if not np.isfinite(score).all():
+def _numbers(scores: Sequence[Any], places: Sequence[str]) -> NDArray[np.float64]:
+    numbers = np.array(list(map(_number, scores)), np.float64)
+    invalid = np.flatnonzero(~np.isfinite(numbers))
+    if len(invalid):
+        first, score = places[invalid[0]], scores[invalid[0]]
+        score = score.decode(errors="replace") if isinstance(score, bytes) else score
         raise DataError(
-            f"the column score of {where} has values of type {column.type} that are not finite numbers; "
-            "give each pair a number"
+            f"{first} has the score {score!r}, which is not a finite number ({len(invalid):,} of "
+            f"{len(scores):,} rows have none); give each pair a number, or remove the row"
         )
-    return score
+    return numbers
+
+
+def _number(score: Any) -> float:
+    try:
+        return float(score)
+    except (TypeError, ValueError):  # missing, a list, or a text of no number
+        return np.nan

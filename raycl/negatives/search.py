@@ -82,7 +82,13 @@ def newest_of(found: SampleRows, sample_id: int, bank: str) -> np.ndarray:
 
 
 def draw(rows: Negatives, num: int) -> np.ndarray:
-    """Return the sample ids of ``num`` random written rows, or of all if there are fewer."""
+    """Return the sample ids of ``num`` random written rows, or of all if there are fewer.
+
+    Raises ``ConfigError`` for a number below 0 or no integer.
+    """
+    check_type("num", num, int)
+    if num < 0:
+        raise ConfigError(f"cannot draw {num} rows; ask for 0 or more")
     is_written = np.flatnonzero(rows.step >= 0)
     chosen = np.random.default_rng().choice(is_written, min(num, len(is_written)), replace=False)
     return rows.sample_id[chosen]

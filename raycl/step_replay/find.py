@@ -119,17 +119,17 @@ def _check_drawn(rows: RunRows, sample_id: int) -> None:
 def _largest(record: RecordedRun, top: int) -> list[dict[str, Any]]:
     lines = [line for line in record.losses.values() if line["loss"] is not None]
     medians = {
-        epoch: statistics.median(line["loss"] for line in lines if line["epoch"] == epoch)
-        for epoch in {line["epoch"] for line in lines}
+        epoch: statistics.median(line["loss"] for line in lines if line.get("epoch") == epoch)
+        for epoch in {line.get("epoch") for line in lines}
     }
     largest = sorted(lines, key=lambda line: line["loss"], reverse=True)[:top]
     return [
         {
             "step": line["step"],
-            "epoch": line["epoch"],
+            "epoch": line.get("epoch"),
             "loss": line["loss"],
-            "times_median": round(line["loss"] / medians[line["epoch"]], 3)
-            if medians[line["epoch"]]
+            "times_median": round(line["loss"] / medians[line.get("epoch")], 3)
+            if medians[line.get("epoch")]
             else None,
         }
         for line in largest
@@ -140,7 +140,7 @@ def _not_finite(record: RecordedRun) -> Iterator[dict[str, Any]]:
     """Yield logged steps with metrics that are not finite, and the step whose loss or weights ended the run."""
     for step, line in record.losses.items():
         if names := [name for name, value in line.items() if value is None]:
-            yield {"step": step, "epoch": line["epoch"], "metrics": ", ".join(names)}
+            yield {"step": step, "epoch": line.get("epoch"), "metrics": ", ".join(names)}
     failed = _FAILED_STEP.search(str(record.result.get("error", "")))
     if failed is not None:
         epoch = record.losses.get(record.num_logged, {}).get("epoch")

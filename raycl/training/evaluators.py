@@ -4,6 +4,7 @@ import contextlib
 import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, final
 
 import numpy as np
@@ -16,7 +17,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from raycl.config import RunConfig
 from raycl.data.images import Pixels
-from raycl.data.in_memory import Batch, InMemoryDataset, pixels_of, tokens_of
+from raycl.data.in_memory import Batch, InMemoryDataset, ids_of, pixels_of, tokens_of
+from raycl.data.matches import DistinctTexts
 from raycl.data.texts import TokenLists, Tokens
 from raycl.distributed import all_sum, gather_detached, num_workers, rank
 from raycl.embedding_snapshot import (
@@ -31,8 +33,9 @@ from raycl.embedding_snapshot import (
 )
 from raycl.errors import DataError
 from raycl.evaluation.embed import embed
-from raycl.evaluation.knn import knn_predict, nearest
+from raycl.evaluation.knn import knn_predict
 from raycl.evaluation.raw_pixels import BASELINE_SIZE, are_gray, raw_pixels
+from raycl.evaluation.search import Ranking, num_texts, of_documents, search
 from raycl.models.towers import Tower, Towers, TwoTowers
 from raycl.storage import Place
 from raycl.tokenization import Tokenizer
@@ -114,7 +117,10 @@ class KnnEvaluator:
 @final
 @dataclass(frozen=True, kw_only=True)
 class RetrievalEvaluator:
-    """Retrieval: each query of ``test`` is compared with the keys of ``test`` and ``bank``."""
+    """Retrieval: each query of ``test`` is compared with the keys of ``test`` and ``bank``.
+
+    Documents with an id in common are one, at the place of the best of its texts.
+    """
 
     bank: InMemoryDataset
     test: InMemoryDataset
@@ -123,22 +129,20 @@ class RetrievalEvaluator:
     precision: str = "float32"
 
     def measure(self, towers: Towers, device: torch.device) -> dict[str, float]:
-        """Return the fraction of queries whose own key, or an equal one, is among the nearest 1 and 10 keys."""
+        """Return the fraction of queries whose own key, or one of the same document, is the nearest or among 10."""
         assert isinstance(towers, TwoTowers), "pairs have two towers"
         test, bank = ((rows, _own_share(len(rows))) for rows in (self.test, self.bank))
         query = self._embed(towers.query, self.transform.plain, device, test)
         key = self._embed(towers.key_tower, self.transform.plain_key, device, test, bank)
         key_id = torch.cat([self.transform.plain_key_id(batch) for batch in _batches(test, bank)])
-        wanted = key_id[: len(query)].to(device)
         keys, ids = gather_detached(key.to(device)), gather_detached(key_id.to(device))
         # Keep each document once: duplicates would fill the first ranks.
         order = ids.argsort(stable=True)
         is_new = torch.ones_like(ids, dtype=torch.bool)
         is_new[1:] = ids[order][1:] != ids[order][:-1]
         chosen = order[is_new]
-        _, found = nearest(query.to(device), keys[chosen], k=10)
-        is_right = ids[chosen][found] == wanted[:, None]
-        at_1, at_10 = _fractions(device, is_right[:, 0], is_right.any(1))
+        texts, wanted = ids[chosen].cpu().numpy(), key_id[: len(query)].numpy()
+        at_1, at_10 = self._recall(lambda k: search(query, keys[chosen], k=k), texts, wanted, device)
         return {"recall_at_10": at_10, "recall_at_1": at_1}
 
     def baseline(self, device: torch.device) -> dict[str, float]:
@@ -153,15 +157,41 @@ class RetrievalEvaluator:
         own = list(_batches((self.test, _own_share(len(self.test)))))
         queries = Tokens.joined([tokens_of(batch, "query") for batch in own])
         wanted = np.concatenate([tokens_of(batch, "document").text_id for batch in own])
-        texts = (self.tokenizer.decode(_first_texts(each)) for each in (queries, documents.take(first)))
+        texts = [self.tokenizer.decode(_first_texts(each)) for each in (queries, documents.take(first))]
         try:
-            _, found = bm25_search(*texts, k=10)
+            at_1, at_10 = self._recall(lambda k: bm25_search(*texts, k=k), ids, wanted, device)
         except DataError:  # no document has a word, on all workers alike
             return {}
-        # A query that shares no word with any document finds none: -1.
-        is_right = torch.from_numpy((found >= 0) & (ids[found] == wanted[:, None]))
-        at_1, at_10 = _fractions(device, is_right[:, 0], is_right.any(1))
         return {"baseline_recall_at_10": at_10, "baseline_recall_at_1": at_1}
+
+    def _recall(
+        self,
+        find: Callable[[int], Ranking],
+        texts: NDArray[np.int64],
+        wanted: NDArray[np.int64],
+        device: torch.device,
+    ) -> list[float]:
+        """Return the recall at 1 and 10 of the nearest texts; ``texts`` are their distinct ids, ascending."""
+        document = np.arange(len(texts))
+        if self._documents is not None:
+            document = np.array(
+                [self._documents.entity[self._documents.number[each]] for each in texts.tolist()]
+            )
+        # A query that finds too few documents, such as by words, finds -1.
+        _, found = of_documents(find(num_texts(document, 10)), document, 10)
+        is_right = torch.from_numpy(found == document[np.searchsorted(texts, wanted)][:, None])
+        return _fractions(device, is_right[:, 0], is_right.any(1))
+
+    @cached_property
+    def _documents(self) -> DistinctTexts[int] | None:
+        """The text ids of all documents, joined by the ids of the data; None without any."""
+        if ids_of(self.test.take(np.arange(1)), "document_id") is None:
+            return None
+        sets = self.test, self.bank
+        batches = _batches(*((rows.only("document_id"), np.arange(len(rows))) for rows in sets))
+        found = [ids_of(batch, "document_id") for batch in batches]
+        ids = [each for row in found if row is not None for each in row.values.tolist()]
+        return DistinctTexts([each for rows in sets for each in rows.text_ids("document").tolist()], ids)
 
     def _embed(
         self, tower: Tower, draw: Callable[[Batch], Draft], device: torch.device, *parts: "_Part"

@@ -146,8 +146,7 @@ class MinedNegatives:
         drawn = uniforms(batch.sample_id, seed=self._seed + _DRAWS, epoch=batch.epoch, view=1, num=3 * num)
         is_random, coarse, fine = drawn.double().numpy().reshape(len(pair), 3, num).transpose(1, 0, 2)
         unknown = (document == _NONE) | (is_random < self._settings.random_fraction)
-        queries = np.where(pair == _NONE, _NONE, corpus.positive[pair, 0])
-        others = _others(corpus, queries, coarse + fine * 2.0**-24)
+        others = _others(corpus, pair, coarse + fine * 2.0**-24)
         document, step = np.where(unknown, others, document), np.where(unknown, _NONE, step)
         return Drawn(document.ravel(), step.ravel())
 
@@ -167,15 +166,20 @@ class MinedNegatives:
         return np.take_along_axis(document, chosen, 1), np.take_along_axis(step, chosen, 1)
 
 
-def _others(corpus: Corpus, queries: NDArray[np.int64], uniform: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return documents that do not match the query of the row, by numbers in [0, 1) of the same shape.
+def _others(corpus: Corpus, pairs: NDArray[np.int64], uniform: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return documents that do not match the query of the row's pair, by numbers in [0, 1) of the same shape.
 
-    The documents that match an unknown query, -1, are unknown too.
+    The documents that match an unknown pair, -1, are unknown too. A query that all documents match gets its own
+    document, which the loss masks as its key.
     """
     num_documents = len(corpus.document)
     found = np.empty(uniform.shape, np.int64)
-    for row, query in enumerate(queries):
-        matches = np.empty(0, np.int64) if query == _NONE else corpus.matches_of(query)
+    for row, pair in enumerate(pairs):
+        query, own = corpus.positive[pair]
+        matches = np.empty(0, np.int64) if pair == _NONE else corpus.matches_of(query)
+        if len(matches) == num_documents:
+            found[row] = own
+            continue
         place = (uniform[row] * (num_documents - len(matches))).astype(np.int64)
         # The documents that do not match, in order: match i has ``match - i`` of them before it.
         before = matches - np.arange(len(matches))

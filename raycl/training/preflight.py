@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from raycl.config import RunConfig
 from raycl.config.conditions import why_inactive
 from raycl.config.overrides import config_from_yaml, config_to_yaml, differences, leaves
-from raycl.data.columns import ColumnNames, check_labels
+from raycl.data.columns import ColumnNames, ColumnNamesWithoutNegatives, check_labels
 from raycl.data.embeddings import check_embeddings
 from raycl.data.sampler import batch_counts
 from raycl.data.sources import Source, check_no_splits, check_output_is_outside, find_source
@@ -290,9 +290,11 @@ def check_classes(config: RunConfig, label: NDArray[np.int64]) -> Counter[str]:
 
 
 def column_names(config: RunConfig) -> ColumnNames:
-    """Return the columns to read; columns of other kinds of samples are ignored."""
+    """Return the columns to read; columns of other kinds of samples, and unused negatives, are ignored."""
     named = config.data.columns.model_dump()
     unused = {role for role in named if why_inactive(config, f"data.columns.{role}")}
+    if config.negatives.explicit is False:
+        return ColumnNamesWithoutNegatives(**named | dict.fromkeys({*unused, "negatives", "negative_ids"}))
     return ColumnNames(**named | dict.fromkeys(unused))
 
 
