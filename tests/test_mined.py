@@ -484,7 +484,11 @@ def test_a_pool_that_does_not_fit_beside_the_workers_is_refused_in_one_line(
     ("streamed", "workers", "advice"),
     [
         (True, 2, "; lower negatives.mined.cpus_per_actor, set data.cache=materialize, or set autoscaling"),
-        (False, 64, "; lower --workers, set cpus_per_worker, lower negatives.mined.cpus_per_actor, or set auto"),
+        (
+            False,
+            64,
+            "; lower --workers, set cpus_per_worker, lower negatives.mined.cpus_per_actor, or set auto",
+        ),
     ],
 )
 def test_a_run_without_cpus_for_its_miner_is_refused_with_the_settings_that_help(
