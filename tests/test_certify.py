@@ -5,10 +5,12 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pyarrow as pa
@@ -21,12 +23,17 @@ import raycl
 from raycl.chain import CHAIN, Chain, hash_of_draw, kept_links, log_heads, read_chain
 from raycl.cli.main import app
 from raycl.config.overrides import override
+from raycl.data import decode
 from raycl.data.fingerprint import fingerprint
 from raycl.data.sampler import InMemorySampler
+from raycl.data.sources import find_source
 from raycl.data.windows import WindowCutter
 from raycl.errors import ConfigError, DataError
+from raycl.records import READ_ROWS
 from raycl.step_replay.certificate import Certificate
 from raycl.storage import Place
+from raycl.training.coordinator import RunCoordinator
+from raycl.training.data_module import DataModule
 from raycl.training.preflight import hash_of_settings, save_run_files
 from raycl.training.run_chain import RunChain
 from raycl.training.stages import Position
@@ -196,6 +203,29 @@ def test_changed_rows_of_a_stream_are_found_and_the_file_is_named(tmp_path: Path
     found = raycl.certify(run, steps=0, data=[str(tmp_path / "moved")])
     assert failed(found) == ["files"]
     assert "not checked: the run has no read_rows.json.gz with fingerprints" in str(found)
+
+
+def test_a_run_hashes_the_rows_of_its_stream_as_the_command_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config("simclr", {**STREAM, "stages.0.steps": 3})
+    data = write_parts(tmp_path / "data")
+    run = record_run(config, data, tmp_path / "run")
+    monkeypatch.setattr("ray.get", lambda _: None)
+    monkeypatch.setattr(
+        decode,
+        "map_fragments",
+        lambda source, read, _: [list(read(source, each)) for each in source.fragments],
+    )
+    opened = MagicMock()
+    monkeypatch.setattr("raycl.training.data_module.stream_source", opened)
+    DataModule(config, MagicMock(), [find_source(str(data))]).stream(Place(str(run)))
+    (source, decoder), named = opened.call_args.args, opened.call_args.kwargs
+    made, saved = RunCoordinator(), RunCoordinator()
+    decode.decode_source(source, replace(decoder, coordinator=made), kept_whole=named["kept_whole"])
+    saved.restore_rows(Place(str(run)) / READ_ROWS)
+    assert len(made.fingerprints()) == 3
+    assert made.fingerprints() == saved.fingerprints()
 
 
 @pytest.mark.parametrize("change", ["skipped", "twice"])
