@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
@@ -179,19 +179,23 @@ def require_single(addresses: Collection[str]) -> str:
     return next(iter(addresses))
 
 
-def check_resources(*, workers: int, cpus_per_worker: float, gpu: bool, spare_cpus: float) -> None:
+def check_resources(
+    *, workers: int, cpus_per_worker: float, gpu: bool, spare_cpus: float, remedies: Sequence[str] = ()
+) -> None:
     """Refuse a run that the cluster could never place, or whose workers would starve Ray Data.
 
-    ``spare_cpus`` must be left for data tasks and pools of encoders during training. Raises ``ConfigError``.
+    ``spare_cpus`` must be left for data tasks and pools of encoders during training; ``remedies`` lower them. Raises
+    ``ConfigError``.
     """
     have = ray.cluster_resources()
     if gpu:
         check_gpus(workers, have.get("GPU", 0))
-    need = workers * cpus_per_worker + spare_cpus
-    if need > have.get("CPU", 0):
+    need, num_cpus = workers * cpus_per_worker + spare_cpus, have.get("CPU", 0.0)
+    if need > num_cpus:
+        for_workers = ["lower --workers", "set cpus_per_worker"] if spare_cpus < num_cpus else []
         raise ConfigError(
             f"{workers} workers with {cpus_per_worker:g} CPUs each and {spare_cpus:g} for other tasks need {need:g} CPUs, "
-            f"the cluster has {have.get('CPU', 0):g}; lower --workers, set cpus_per_worker, or set autoscaling=true if the cluster will grow"
+            f"the cluster has {num_cpus:g}; {', '.join([*for_workers, *remedies])}, or set autoscaling=true if the cluster will grow"
         )
 
 

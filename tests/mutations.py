@@ -1329,6 +1329,13 @@ MUTATIONS = [
         "tests/test_certify.py",
     ),
     Mutation(
+        "other rows of a stream pass",
+        "raycl/step_replay/check_rows.py",
+        "if found.get(first) != value:",
+        "if found.get(first) is None:",
+        "tests/test_certify.py",
+    ),
+    Mutation(
         "skipped samples pass",
         "raycl/step_replay/check_rows.py",
         "if bound.get(step, {total}) != {total}:",

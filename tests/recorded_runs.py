@@ -12,13 +12,15 @@ import torch
 import raycl
 from raycl.config import RunConfig
 from raycl.data.fingerprint import fingerprint
+from raycl.data.read_stats import ReadStats
 from raycl.data.sources import find_source
 from raycl.negatives.actor import QueueActor
-from raycl.records import CHECKPOINT_LIST, CHECKPOINTS, MetricsLog, write_result
+from raycl.records import CHECKPOINT_LIST, CHECKPOINTS, READ_ROWS, MetricsLog, write_result
 from raycl.step_replay.record import read_record
 from raycl.step_replay.restore import coming_views
-from raycl.step_replay.rows import read_rows
+from raycl.step_replay.rows import RunRows, read_rows
 from raycl.storage import Place
+from raycl.training.coordinator import RunCoordinator
 from raycl.training.data_set import read_vocabulary
 from raycl.training.preflight import column_names, describe_data, save_run_files
 from raycl.training.run_chain import RunChain
@@ -112,7 +114,18 @@ def train(
     if rank != 0:
         return "", ids
     log.flush()
+    if job.stream is not None:
+        save_counts(rows)
     return links.end(runner.position, {}), ids
+
+
+def save_counts(rows: RunRows) -> None:
+    """Write the fingerprints of a stream's fragments, as the tasks that decode them report them."""
+    coordinator = RunCoordinator()
+    for fragment in rows.sources[0].fragments:
+        stats = ReadStats(fingerprint=rows.fingerprints[fragment.first_id])
+        coordinator.add_rows(fragment.name, stats)
+    coordinator.save_rows(rows.run.output / READ_ROWS)
 
 
 def save_checkpoint(runner: StepRunner, links: RunChain, folder: Path) -> None:

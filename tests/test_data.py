@@ -579,12 +579,14 @@ def test_a_resumed_run_restores_the_counts_of_fragments(tmp_path: Path) -> None:
     first, file = RunCoordinator(), Place(str(tmp_path)) / "read_rows.json.gz"
     first.restore_rows(file, "x")  # of a new run
     first.add_rows("x:0", stats(invalid=Counter({"not an image": 1})))
-    first.add_rows("x:9", ReadStats(num_rows=5, num_train=5, skipped=Counter({"labels without a query": 3})))
+    skipped = Counter({"labels without a query": 3})
+    first.add_rows("x:9", ReadStats(num_rows=5, num_train=5, skipped=skipped, fingerprint=7))
     first.save_rows(file)
     second = RunCoordinator(None, str(tmp_path / "journal"))
     second.restore_rows(file, "x")
     assert second.rows() == first.rows()
     assert second.num_train() == {"x:0": 8, "x:9": 5}
+    assert second.fingerprints() == {9: 7}
     moved = RunCoordinator()
     moved.restore_rows(file, "y")  # the same data at another address, which are read again
     assert moved.num_train() == {}

@@ -493,6 +493,28 @@ def test_a_pool_that_does_not_fit_beside_the_workers_is_refused_in_one_line(
         check_cluster(override(config, settings), streamed=False, report=lambda _: None)
 
 
+@pytest.mark.parametrize(
+    ("streamed", "workers", "advice"),
+    [
+        (True, 2, "; lower negatives.mined.cpus_per_actor, set data.cache=materialize, or set autoscaling"),
+        (
+            False,
+            64,
+            "; lower --workers, set cpus_per_worker, lower negatives.mined.cpus_per_actor, or set auto",
+        ),
+    ],
+)
+def test_a_run_without_cpus_for_its_miner_is_refused_with_the_settings_that_help(
+    streamed: bool, workers: int, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 2.0})
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Labels": {}, "Resources": {"CPU": 2.0}}])
+    with pytest.raises(ConfigError, match=f"need .* CPUs, the cluster has 2{advice}"):
+        check_cluster(override(CONFIG, {"workers": workers}), streamed=streamed, report=lambda _: None)
+    helped = override(CONFIG, {"workers": 2, "negatives.mined.cpus_per_actor": 0.5})
+    check_cluster(helped, streamed=streamed, report=lambda _: None)
+
+
 @pytest.mark.parametrize(("autoscaling", "expected"), [(False, 120.0), (True, 900.0)])
 def test_the_bank_of_documents_waits_for_a_shard_until_a_lost_node_is_replaced(
     autoscaling: bool, expected: float

@@ -10,7 +10,7 @@ import pytest
 import raycl
 from raycl.config import RunConfig
 from raycl.config.overrides import config_to_yaml
-from raycl.errors import ConfigError, RunError
+from raycl.errors import ConfigError, DataError, RunError
 from raycl.storage import Place
 from raycl.training.preflight import check_output, check_same_data
 from tests.images import write_digits
@@ -171,6 +171,12 @@ def test_rows_in_another_order_are_refused(tmp_path: Path, changes: dict[str, An
 def test_rows_in_the_same_order_are_accepted(tmp_path: Path, changes: dict[str, Any]) -> None:
     (tmp_path / "data.json").write_text(json.dumps(described()))
     check_same_data(Place(str(tmp_path)), described(**changes))
+
+
+def test_damaged_data_of_an_earlier_run_are_named(tmp_path: Path) -> None:
+    (tmp_path / "data.json").write_text('{"num_rows": 7')
+    with pytest.raises(DataError, match=r"data\.json is damaged: "):
+        check_same_data(Place(str(tmp_path)), described())
 
 
 def test_a_stream_of_an_earlier_version_is_refused_since_its_order_was_another(tmp_path: Path) -> None:

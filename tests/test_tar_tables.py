@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from raycl.data import tar_tables
 from raycl.data.columns import ColumnNames
 from raycl.data.sources import find_source
+from raycl.data.tar_tables import TarTables
 from raycl.errors import DataError
 from raycl.preparation import _row_tables
+from raycl.storage import Place
 from tests.table_files import write_tar
 from tests.test_table_files import PAIRS, TEXTS, WEIGHTED, decoded, read
 
@@ -242,3 +244,30 @@ def test_any_samples_are_read_as_written(
         max(-1, int(each.get("cls", b"-1")))
         for each in samples  # a negative one is missing
     ]
+
+
+@pytest.mark.parametrize(
+    ("size", "num_bytes", "num_reads"), [(3 * 2**20, 5 * 2**20, 9), (2**20, 9.1 * 2**20, 3)]
+)
+def test_large_files_of_a_remote_tar_are_skipped_and_small_ones_read_in_blocks(
+    size: int, num_bytes: float, num_reads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = [{"jpg": bytes([row]) * size, "cls": b"%d" % row} for row in range(9)]
+    path, sizes = write_tar(tmp_path / "a.tar", samples), list[int]()
+
+    class Counted(io.FileIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            found = super().read(size)
+            sizes.append(len(found or b""))
+            return found or b""
+
+    monkeypatch.setattr(Place, "is_local", False)
+    monkeypatch.setattr(Place, "open", lambda _: Counted(path))
+    place, tars = Place("s3://bucket/a.tar"), TarTables()
+    assert tars.inspect(place, IMAGES).group_sizes == [9]
+    assert sum(sizes) < num_bytes
+    assert len(sizes) <= num_reads
+    types = pa.schema({"image": pa.binary(), "label": pa.int64()})
+    rows = pa.concat_tables(table for _, table in tars.read(place, types.names, types, start=0, stop=9))
+    assert rows["image"].to_pylist() == [sample["jpg"] for sample in samples]
+    assert rows["label"].to_pylist() == list(range(9))

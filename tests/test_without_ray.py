@@ -3,6 +3,7 @@
 import copy
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +17,7 @@ from raycl.data.columns import ColumnNames
 from raycl.errors import DataError, RunError
 from raycl.evaluation.classification import evaluate
 from raycl.inference import embed, reading
-from raycl.inference.embed import embed_to_parquet, embed_values
+from raycl.inference.embed import embed_dataset, embed_to_parquet, embed_values
 from raycl.inference.encoder import read_encoder
 from raycl.inference.reading import MAX_BYTES, connect_unless_small
 from raycl.models.encoder_io import SavedEncoder, save_encoder
@@ -249,6 +250,22 @@ def write_own_run(folder: Path, network: nn.Module) -> str:
     )
     save_encoder(network, spec, Place(str(folder)))
     return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("have", "num_cpus", "most"),
+    [({}, 0.5, None), ({"CPU": 1.0}, 0.0, 1), ({"CPU": 2.0}, 0.5, 1), ({"CPU": 8.0}, 0.5, 7)],
+)
+def test_actors_leave_a_cpu_for_the_task_that_decodes_their_rows(
+    have: dict[str, float], num_cpus: float, most: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.cluster_resources", lambda: have)
+    monkeypatch.setattr("ray.put", lambda value: value)
+    decoded, saved = MagicMock(), MagicMock()
+    embed_dataset(decoded, saved)
+    asked = decoded.map_batches.call_args.kwargs
+    assert asked["num_cpus"] == num_cpus
+    assert (asked["compute"].min_size, asked["compute"].max_size) == (1, most or float("inf"))
 
 
 def test_a_module_of_the_user_is_not_changed(tmp_path: Path, connected: list[str | None]) -> None:

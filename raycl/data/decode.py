@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from raycl.data.codecs import Formats, store_all
 from raycl.data.columns import ColumnNames
-from raycl.data.ids import content_id
+from raycl.data.ids import content_id, content_ids
 from raycl.data.images import ImageFormat, is_flat
 from raycl.data.labels import are_numbers, class_names, distinct_labels, inexact_label
 from raycl.data.read_stats import ReadStats
@@ -33,7 +33,8 @@ class Decoder:
     A row with an invalid value is skipped, and the coordinator, if there is one, counts it by cause. It is an actor, or
     an object of this process. Rows that ``keep`` refuses are not decoded; ``count`` selects the decoded rows that are
     counted (by default all). The rows of a click log were counted before they were grouped into pairs:
-    ``counts_rows=False``. ``prefix`` precedes the names of the fragments, by which the coordinator counts.
+    ``counts_rows=False``. ``prefix`` precedes the names of the fragments, by which the coordinator counts. With
+    ``fingerprints``, it gets the hash of the contents of each fragment, before they are decoded.
     """
 
     formats: Formats
@@ -43,6 +44,7 @@ class Decoder:
     count: Keep | None = None
     counts_rows: bool = True
     prefix: str = ""
+    fingerprints: bool = False
 
     def tables(self, fragment: str, batches: Iterator[RawRows]) -> Iterator[pa.Table]:
         """Yield the valid rows of one fragment, in order, in blocks of at most 64 MiB."""
@@ -87,6 +89,10 @@ class Decoder:
         train = None if self.holdout is None else self.holdout.is_train
         stats.num_train += int(_accepted(train, rows.sample_id[chosen]).sum())
         stats.num_flat += int((are_flat(self.formats, contents) & counted[chosen]).sum())
+        if self.fingerprints:
+            raw = {role: [rows.values[role][index] for index in chosen] for role in self.formats}
+            raw |= {"sample_id": rows.sample_id[chosen].tolist(), "label": rows.label[chosen].tolist()}
+            stats.fingerprint = (stats.fingerprint + sum(content_ids(raw).tolist())) % 2**64
         return self._table(contents, rows.sample_id[chosen], rows.label[chosen])
 
     def _table(self, contents: Mapping[str, Sequence[Any]], ids: Any, labels: Any) -> pa.Table:

@@ -14,7 +14,8 @@ NUM_EXAMPLES = 3
 class ReadStats:
     """Counts of rows: ``num_train`` are valid and not held out, ``skipped`` ones are valid but unused.
 
-    ``num_flat`` rows are used, although all pixels of their image are equal.
+    ``num_flat`` rows are used, although all pixels of their image are equal. ``fingerprint`` is the sum of the hashes of
+    the contents of valid rows modulo 2**64, or 0.
     """
 
     num_rows: int = 0
@@ -23,6 +24,7 @@ class ReadStats:
     invalid: Counter[str] = field(default_factory=Counter)
     skipped: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
+    fingerprint: int = field(default=0, repr=False)
 
     def merge(self, other: "ReadStats") -> None:
         """Add the counts of other rows."""
@@ -32,6 +34,7 @@ class ReadStats:
         self.invalid.update(other.invalid)
         self.skipped.update(other.skipped)
         self.examples = (self.examples + other.examples)[:NUM_EXAMPLES]
+        self.fingerprint = (self.fingerprint + other.fingerprint) % 2**64
 
     @property
     def num_invalid(self) -> int:

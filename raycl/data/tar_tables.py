@@ -1,7 +1,6 @@
 """Tars of samples as WebDataset has them: consecutive files that share a name are one row."""
 
 import contextlib
-import io
 import json
 import re
 import sys
@@ -44,6 +43,8 @@ _ENDINGS = {
     "label": frozenset({"cls"}),
 }
 _ALL = range(sys.maxsize)
+# A request takes about as long as 2 MB. The blocks after a hop double from the first one on.
+_HOP_BYTES, _FIRST_BYTES = 2 * 2**20, 2**16
 _END = tarfile.EOFHeaderError  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -114,6 +115,40 @@ class _Member(tarfile.TarInfo):
             raise ReadError(f"{error} at byte {tarfile.offset:,}, before the end of the tar") from error
 
 
+@final
+class _RemoteFile:
+    """Read a remote file in blocks, and after a hop over a large file begin with a small one: the next name takes little."""
+
+    def __init__(self, file: pa.NativeFile) -> None:
+        self._file, self._position = file, 0
+        self._start, self._block, self._size = 0, b"", BLOCK_BYTES
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, /) -> int:
+        if offset - self._position > _HOP_BYTES:
+            self._size = _FIRST_BYTES
+        self._position = offset
+        return offset
+
+    def read(self, size: int, /) -> bytes:
+        parts = []
+        while size > 0:
+            if not self._start <= self._position < self._start + len(self._block):
+                self._file.seek(self._position)
+                self._start, self._block = self._position, self._file.read(self._size)
+                self._size = min(2 * self._size, BLOCK_BYTES)
+            begin = self._position - self._start
+            part = self._block[begin : begin + size]
+            if not part:
+                break
+            parts.append(part)
+            self._position += len(part)
+            size -= len(part)
+        return b"".join(parts)
+
+
 @contextlib.contextmanager
 def _open(place: Place) -> Iterator[tarfile.TarFile]:
     """Open a tar; a file that cannot be read raises an error."""
@@ -123,7 +158,7 @@ def _open(place: Place) -> Iterator[tarfile.TarFile]:
         if is_compressed:
             source = pa.CompressedInputStream(pa.BufferedInputStream(source, BLOCK_BYTES), "gzip")
         elif not place.is_local:
-            source = io.BufferedReader(source, BLOCK_BYTES)  # a request for each name would be slow
+            source = _RemoteFile(source)  # a request for each name would be slow
         try:
             with tarfile.open(fileobj=source, mode="r|" if is_compressed else "r:", tarinfo=_Member) as tar:
                 yield tar

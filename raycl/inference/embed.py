@@ -170,19 +170,19 @@ def embed_dataset(
 
     A cluster grows for actors with GPUs, or if it has no CPUs yet.
     """
-    num_cpus = int(ray.cluster_resources().get("CPU", 0))
+    num_cpus = ray.cluster_resources().get("CPU", 0.0)
     return decoded.map_batches(
         Embedder,
         # The actors' nodes may lack this process's environment variables.
         fn_constructor_args=([ray.put(saved)], gpu, network, trusted_packages()),
         batch_size=BATCH_SIZE,  # required with GPUs
         batch_format="pyarrow",
-        # Half a core leaves room for a decoding task on one core, and keeps Ray from fusing decoding
-        # into this actor, as it does for equal requests.
-        num_cpus=0.5,
+        # Another request than a decoding task has, one CPU, keeps Ray from fusing decoding into this actor. With any
+        # request, an actor on the only CPU would leave none for that task.
+        num_cpus=0.0 if 0 < num_cpus < 1.5 else 0.5,
         num_gpus=1 if gpu else 0,
         compute=ray.data.ActorPoolStrategy(
-            min_size=1, max_size=None if gpu or not num_cpus else max(1, num_cpus - 1)
+            min_size=1, max_size=None if gpu or not num_cpus else max(1, int(num_cpus) - 1)
         ),
     )
 

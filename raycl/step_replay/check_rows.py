@@ -10,10 +10,14 @@ from numpy.typing import NDArray
 from raycl.chain import hash_of_draw
 from raycl.data.fingerprint import fingerprint
 from raycl.data.in_memory import Batch
+from raycl.data.sources import Fragment
 from raycl.errors import ConfigError, DataError
+from raycl.records import READ_ROWS
 from raycl.step_replay.check_history import ChainedHistory, Check, checked
 from raycl.step_replay.find import drawn_batches
+from raycl.step_replay.record import RecordedRun
 from raycl.step_replay.rows import RunRows
+from raycl.training.coordinator import RunCoordinator
 
 
 @final
@@ -31,9 +35,7 @@ class DrawnRows:
 
     def _check_rows(self) -> str:
         if self._history.run.streamed:
-            raise ConfigError(
-                "a stream is read as it is trained on, so no fingerprint of its rows was recorded"
-            )
+            return self._check_streamed_rows()
         found = fingerprint(*(table for tables in self._rows.job.blocks for table in tables))  # pyright: ignore[reportArgumentType]
         for link in self._history.starts:
             if link["rows"] != found:
@@ -41,6 +43,21 @@ class DrawnRows:
                     f"the run read other rows at step {link['step']:,} than there are now at {', '.join(self._history.run.data)}"
                 )
         return f"{sum(map(len, self._rows.where)):,} rows with the contents that the run read"
+
+    def _check_streamed_rows(self) -> str:
+        """Compare the fragments with those that the stream read, each as it was read last."""
+        read = RunCoordinator()
+        read.restore_rows(self._history.run.output / READ_ROWS)
+        recorded, found = read.fingerprints(), self._rows.fingerprints
+        if not recorded:
+            raise ConfigError(f"the run has no {READ_ROWS} with fingerprints of its rows")
+        places = {each.first_id: each for source in self._rows.sources for each in source.fragments}
+        for first, value in recorded.items():
+            if found.get(first) != value:
+                raise DataError(
+                    f"the run read other rows than there are now {_place_of(places.get(first), self._history.run)}"
+                )
+        return f"{len(recorded):,} of {len(places):,} parts of the stream with the contents that the run read last"
 
     def _check_samples(self) -> str:
         """Compare the samples that the run drew with the order that the seed determines."""
@@ -74,6 +91,18 @@ class DrawnRows:
             raise DataError(f"{twice:,} samples were drawn twice in an epoch")
         drawn = sum(epoch["drawn"] for epoch in self.epochs)
         return f"{drawn:,} in {len(self.epochs)} epochs of {num_train:,} training samples, {twice:,} twice in an epoch"
+
+
+def _place_of(fragment: Fragment | None, run: RecordedRun) -> str:
+    """Return where a fragment begins, or the addresses of the data if there is none."""
+    if fragment is None:
+        return f"at {', '.join(run.data)}"
+    where = (
+        f"{fragment.place}/{fragment.paths[0]}"
+        if fragment.paths
+        else f"{fragment.place} row {fragment.start}"
+    )
+    return f"among the {fragment.num_rows:,} rows from {where} on"
 
 
 def _counted(epoch: int, batches: Sequence[Batch], num_train: int) -> dict[str, int]:

@@ -4,7 +4,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import final
 
@@ -25,6 +25,7 @@ from raycl.gpus import available_cores
 from raycl.models.build import load_tokenizer
 from raycl.step_replay.record import RecordedRun, check_repeatable
 from raycl.tokenization import Tokenizer, Vocabulary
+from raycl.training.coordinator import RunCoordinator
 from raycl.training.data_module import evaluation_fragments, fragments_kept_whole, hold_out, streamed_ids
 from raycl.training.data_set import read_vocabulary
 from raycl.training.job import Job
@@ -39,7 +40,7 @@ class RunRows:
     """The job of one process on the rows of a run, and where each row came from: for each data set, by sample id.
 
     For a stream, ``fragments`` are the ids and labels of the valid training rows of each fragment, with the tokens if they
-    determine the order, and ``where`` is empty.
+    determine the order, ``where`` is empty, and ``fingerprints`` are those of the fragments, by the first id of each.
     """
 
     run: RecordedRun
@@ -47,6 +48,7 @@ class RunRows:
     sources: tuple[Source, ...]
     where: tuple[dict[int, str], ...]
     fragments: tuple[pa.Table, ...] = ()
+    fingerprints: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def num_train(self) -> int:
@@ -180,7 +182,8 @@ def _streamed(run: RecordedRun, source: Source, tokenizer: Tokenizer | None) -> 
     can_be_evaluated = config.has_two_towers or source.has_labels
     num_evaluated = sum(fragment.num_rows for fragment in evaluation_fragments(config, source))
     holdout = hold_out(config, num_evaluated, can_be_evaluated=can_be_evaluated)
-    load = _fragment_reader(run, source, formats, holdout)
+    counted = RunCoordinator()
+    load = _fragment_reader(run, source, formats, holdout, counted=counted)
 
     def ids_of(number: int) -> pa.Table:
         rows, sorts = load(number), config.text.length_buckets > 1
@@ -215,7 +218,14 @@ def _streamed(run: RecordedRun, source: Source, tokenizer: Tokenizer | None) -> 
         sample_id=sample_id,
         num_samples=None if sample_id is None else len(sample_id),
     )
-    return RunRows(run=run, job=job, sources=(source,), where=({},), fragments=fragments)
+    return RunRows(
+        run=run,
+        job=job,
+        sources=(source,),
+        where=({},),
+        fragments=fragments,
+        fingerprints=counted.fingerprints(),
+    )
 
 
 def _fragment_reader(
@@ -224,15 +234,19 @@ def _fragment_reader(
     formats: Formats,
     holdout: Holdout,
     where: dict[int, str] | None = None,
+    counted: RunCoordinator | None = None,
 ) -> Callable[[int], pa.Table]:
-    """Return a function that decodes the training rows of a stream's fragment, and adds their places to ``where``."""
+    """Return a function that decodes the training rows of a stream's fragment.
+
+    It adds their places to ``where``, and their number and fingerprint to ``counted``.
+    """
     kept_whole = fragments_kept_whole(run.config, source)
 
     def load(number: int) -> pa.Table:
         fragment = source.fragments[number]
         keep = None if fragment.first_id in kept_whole else holdout.is_train
         rows = source.read(fragment)
-        decoder = Decoder(formats=formats, coordinator=None, keep=keep)
+        decoder = Decoder(formats=formats, coordinator=counted, keep=keep, fingerprints=counted is not None)
         return pa.concat_tables(decoder.tables(fragment.name, rows if where is None else _noted(rows, where)))
 
     return load

@@ -120,6 +120,11 @@ class RunCoordinator:
         """Return the number of training rows of each fragment."""
         return {fragment: stats.num_train for fragment, stats in self._fragments.items()}
 
+    def fingerprints(self) -> dict[int, int]:
+        """Return the fingerprints of the fragments that have one, by the first id of each."""
+        known = {name: stats.fingerprint for name, stats in self._fragments.items() if stats.fingerprint}
+        return {int(name.rpartition(":")[2]): value for name, value in known.items()}
+
     def save_rows(self, file: "Place") -> None:
         """Write the counts of all fragments to a file of the run's output, unless it has them."""
         if not self._is_saved:
@@ -127,8 +132,8 @@ class RunCoordinator:
             file.write_bytes(gzip.compress(counts.encode(), compresslevel=1))
             self._is_saved = True
 
-    def restore_rows(self, file: "Place", uri: str) -> None:
-        """Add the counts that an earlier process of this run has saved of fragments below ``uri``, if any."""
+    def restore_rows(self, file: "Place", uri: str | None = None) -> None:
+        """Add the counts that an earlier process of this run has saved of all fragments, or of those below ``uri``."""
         if not file.exists():
             return
         content = file.read_bytes()
@@ -138,7 +143,7 @@ class RunCoordinator:
             self.add_notice(f"{file} is damaged: a stream is read from the first row of its epoch")
             return
         for fragment, counts in saved.items():
-            if fragment.startswith(f"{uri}:"):  # a copy at another address is counted anew
+            if uri is None or fragment.startswith(f"{uri}:"):  # a copy at another address is counted anew
                 self.add_rows(fragment, _stats_of(counts))
 
     def _restore(self, journal: Path) -> None:

@@ -1,6 +1,7 @@
 """The samples of a run: read once and kept in memory, or streamed every epoch."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import numpy as np
@@ -164,6 +165,7 @@ class DataModule:
             kept_whole = fragments_kept_whole(self._config, self._first.source)
             uri = self._first.fragments[0].uri
             ray.get(self._coordinator.restore_rows.remote(output / READ_ROWS, uri))
+            decoder = replace(decoder, fingerprints=True)
             opened = stream_source(self._first.source, decoder, seed=seed, kept_whole=kept_whole)
         return StreamingSampler(
             open_epoch=opened,

@@ -206,11 +206,13 @@ def check_cluster(config: RunConfig, *, streamed: bool, report: Printer) -> None
         return
     workers = max(config.worker_range(stage)[0] for stage in config.stages)
     check_pools(config, workers=workers)
+    remedies = [f"lower {name}.cpus_per_actor" for name in pools_of(config)]
     check_resources(
         workers=workers,
         cpus_per_worker=cpus_of_a_worker(config, workers, streamed=streamed),
         gpu=config.gpu,
         spare_cpus=spare_cpus(config, streamed=streamed),
+        remedies=[*remedies, "set data.cache=materialize"] if streamed else remedies,
     )
     if warning := crowding(workers):
         report(warning)

@@ -25,7 +25,7 @@ from raycl.gpus import are_missing, check_gpus
 from raycl.lease import Lease, writing
 from raycl.models.registry import HUGGING_FACE, SPEC, TOKENIZER, check_encoder_name
 from raycl.provenance import save_command_line
-from raycl.records import CONFIG, DATA, write_result
+from raycl.records import CONFIG, DATA, read_object, write_result
 from raycl.storage import Place, absolute
 from raycl.tokenization import Vocabulary
 from raycl.tracking.trackers import check_trackers
@@ -366,11 +366,11 @@ def check_same_data(output: Place, now: dict[str, Any]) -> None:
     """Refuse to resume on other rows, or on the same rows in another order.
 
     The same rows at another address, such as a copy in a nearer bucket, are accepted. ``weights``, the fingerprints of the
-    weights of rows by data set, are compared if both have them.
+    weights of rows by data set, are compared if both have them. Raises ``DataError`` for a damaged ``data.json``.
     """
     if not (output / DATA).exists():
         return
-    before = json.loads((output / DATA).read_text())
+    before = read_object(output / DATA)
     rows, now_rows = (each.get("rows_per_data_set") for each in (before, now))
     if rows != now_rows:
         raise ConfigError(

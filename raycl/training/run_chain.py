@@ -24,7 +24,7 @@ from raycl.chain import (
 from raycl.config import RunConfig
 from raycl.distributed import all_sum, num_workers, rank
 from raycl.models.registry import ENCODER_FILES, TOKENIZER
-from raycl.records import CONFIG, DATA
+from raycl.records import CONFIG, DATA, READ_ROWS
 from raycl.training.coordinator import add_notice
 from raycl.training.job import Job
 from raycl.training.preflight import hash_of_settings
@@ -113,7 +113,7 @@ class RunChain:
 
     def end(self, position: Position, final: Mapping[str, Any]) -> str:
         """Add the last link, with the last metrics and the saved encoder, after ``sum_draws``; return its hash."""
-        files = sha256_of_files(self._output, ENCODER_FILES)
+        files = sha256_of_files(self._output, (*ENCODER_FILES, READ_ROWS))
         return self._add(END, position, final=dict(final), files=files, **self._progress())
 
     def _progress(self) -> dict[str, Any]:

@@ -543,7 +543,7 @@ def test_one_process_reads_all_epochs_of_a_stream(streamed: Finished) -> None:
 def test_a_streamed_run_is_certified(streamed: Finished) -> None:
     certificate = raycl.certify(streamed.output, steps=99)
     assert certificate.is_valid, str(certificate)
-    assert [check.name for check in certificate.checks if not check.passed] == ["rows"]
+    assert all(check.passed for check in certificate.checks)
     assert [each.step for each in certificate.recomputed][:2] == [1, 2]
     assert max(each.relative_difference for each in certificate.recomputed if not each.updates) < 1e-6
     assert sum(epoch["drawn"] for epoch in certificate.epochs) == 70 * streamed.result.steps
