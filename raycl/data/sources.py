@@ -358,6 +358,10 @@ def _unnamed_format(place: Place) -> TableFormat:
     with reading(place, _PARQUET.name, "write the file again"), place.open() as file:
         if file.read(len(_PARQUET_MARK)) == _PARQUET_MARK:
             return _PARQUET
+    if _ending(place.name) == ".txt":
+        raise DataError(
+            f'{place} is plain text; write each line as {{"text": "..."}} to a file that ends in .jsonl'
+        )
     endings = ", ".join(ending for each in _READERS for ending in each.endings)
     raise DataError(
         f"{place} is not parquet, and its name has no ending of another format; convert it to {endings}"
