@@ -12,6 +12,7 @@ from raycl.config import RunConfig
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.inference.preflight import check_inputs, check_options
 from raycl.recipes import recipe_like
+from raycl.records import find_run
 
 if TYPE_CHECKING:
     import ray
@@ -269,11 +270,12 @@ def replay(
     data are missing or not the same, ``StorageError`` for an unreadable or unwritable address and
     ``NonFiniteLossError`` if an earlier step fails.
     """
-    from raycl.step_replay.step import replay as replay_step
-
     check_type("step", step, int)
     check_type("top", top, int)
     page = optional_address("html", html)
+    find_run(as_address("run", run))  # before torch is imported
+    from raycl.step_replay.step import replay as replay_step
+
     return replay_step(as_address("run", run), step, top=top, data=as_addresses("data", data), html=page)
 
 
@@ -288,10 +290,11 @@ def find_steps(
     Raises ``ConfigError`` for another ``find``, ``DataError`` for an unknown or held-out sample, and as ``replay``
     does.
     """
-    from raycl.step_replay.find import find_steps as find_in
-
     check_type("find", find, str)
     check_type("top", top, int)
+    find_run(as_address("run", run))
+    from raycl.step_replay.find import find_steps as find_in
+
     return find_in(as_address("run", run), find, top=top, data=as_addresses("data", data))
 
 
@@ -307,9 +310,10 @@ def certify(
     Raises ``ConfigError`` for a negative number of steps, ``DataError`` if there is no run, and ``StorageError`` for an
     unreadable address.
     """
+    check_type("steps", steps, int)
+    find_run(as_address("run", run))
     from raycl.step_replay.certificate import certify as certify_run
 
-    check_type("steps", steps, int)
     return certify_run(as_address("run", run), steps=steps, data=as_addresses("data", data))
 
 

@@ -10,7 +10,7 @@ from typing import Any, final
 
 from raycl.chain import LogHash
 from raycl.errors import DataError, StorageError
-from raycl.storage import Place, parse_object
+from raycl.storage import Place, absolute, parse_object
 
 CONFIG = "config.yaml"
 DATA = "data.json"
@@ -85,6 +85,14 @@ class MetricsLog:
     def _add(self, line: Mapping[str, Any]) -> None:
         self._lines.append(json.dumps(line))
         self._hash.add(self._lines[-1])
+
+
+def find_run(run: str) -> Place:
+    """Return the output of a run; raises ``DataError`` if there is none, ``StorageError`` if it cannot be read."""
+    output = Place(absolute(run))
+    if not (output / CONFIG).exists():
+        raise DataError(f"{run} holds no run: there is no {CONFIG}; give the --output of a run")
+    return output
 
 
 def read_metrics(output: Place) -> list[dict[str, Any]]:

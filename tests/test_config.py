@@ -87,6 +87,7 @@ INVALID = {  # a recipe and its settings, and what the error says
     "simclr temperature=0.1": [
         "unknown key temperature; did you mean stages.0.temperature or evaluation.temperature?"
     ],
+    "simclr stage.0.temprature=1": ["unknown key stage.0.temprature; did you mean stages.0.temperature?"],
     "simclr stage.0.batch_size=64": ["unknown key stage.0.batch_size; did you mean stages.0.batch_size?"],
     "simclr data.colums.image=x": ["unknown key data.colums.image", "columns"],
     "simclr workers=3": ["batch_size 256", "3 workers"],

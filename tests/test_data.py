@@ -257,7 +257,8 @@ def test_a_parquet_file_needs_no_ending(tmp_path: Path) -> None:
 def test_sources_without_rows_are_refused_in_one_line(tmp_path: Path) -> None:
     for name in ("empty", "texts"):
         (tmp_path / name).mkdir()
-    (tmp_path / "texts" / "a.txt").write_text("x")
+    for name in ("a.txt", "a.doc"):
+        (tmp_path / "texts" / name).write_text("x")
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 nonsense")
     write_parquet(tmp_path / "rows.parquet", 0)
     (tmp_path / "single.PNG").write_bytes(b"x")
@@ -268,8 +269,12 @@ def test_sources_without_rows_are_refused_in_one_line(tmp_path: Path) -> None:
         ("rows.parquet", "holds no rows"),
         ("bad.parquet", "as parquet"),
         (
+            "texts/a.doc",
+            "a.doc is not parquet, and its name has no ending of another format; convert it to .parquet, .csv",
+        ),
+        (
             "texts/a.txt",
-            "a.txt is not parquet, and its name has no ending of another format; convert it to .parquet, .csv",
+            r'a.txt is plain text; write each line as {"text": "..."} to a file that ends in .jsonl',
         ),
         ("single.PNG", "single.PNG is a single image; give the folder of the images"),
     ):
@@ -546,6 +551,23 @@ def test_closing_raises_an_error_in_waiting_and_later_callers() -> None:
 
 def stats(**counts: Any) -> ReadStats:
     return ReadStats(num_rows=10, num_train=8, examples=["x.jpg (not an image)"], **counts)
+
+
+@pytest.mark.parametrize(
+    ("num_invalid", "remedy"),
+    [
+        (1, "fix the data, or allow them by --set data.max_invalid_fraction=0.11"),
+        (5, "fix the data, or allow them by --set data.max_invalid_fraction=0.51"),
+        (6, "fix the data"),
+    ],
+)
+def test_too_many_invalid_rows_name_the_setting_that_allows_them(num_invalid: int, remedy: str) -> None:
+    counts = stats(invalid=Counter({"not an image": num_invalid}))
+    with pytest.raises(DataError) as caught:
+        counts.check(0.01)
+    assert str(caught.value).endswith(f"more than the fraction 0.01 allowed; {remedy}")
+    if setting := remedy.partition("max_invalid_fraction=")[2]:
+        counts.check(float(setting))
 
 
 def test_a_restarted_coordinator_restores_a_journal_with_an_incomplete_last_line(tmp_path: Path) -> None:

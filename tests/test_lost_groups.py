@@ -64,6 +64,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
         monkeypatch.setattr(driver, "_train_group", train_group)
         job: Any = FakeJob(output=Place(str(tmp_path)), config=SimpleNamespace(max_failures=2))
         train_in_groups(job, SimpleNamespace(), reports.append, quiet=True)  # pyright: ignore[reportArgumentType]
+        assert reports.pop(0) == "starting the workers"
         return reports
 
     return start

@@ -274,11 +274,12 @@ def test_weights_are_finite_and_above_zero(weights: str) -> None:
 def test_a_data_set_without_a_batch_is_refused_by_name() -> None:
     check_sizes(run_of(), {"a": 4, "b": 4})
     with pytest.raises(
-        RayclError, match=r"a batch of 4 rows .* is larger than the 3 rows to train on in b; set it"
+        RayclError,
+        match=r"a batch of 4 rows .* is larger than the 3 rows to train on in b; lower --batch-size",
     ):
         check_sizes(run_of(), {"a": 9, "b": 3})
     with pytest.raises(
-        RayclError, match="larger than the 3 rows to train on; set it lower or give more data"
+        RayclError, match="larger than the 3 rows to train on; lower --batch-size or give more data"
     ):
         check_sizes(run_of(), {"a": 3})
     weighted = run_of(**{"data.weights": [1000, 1]})

@@ -623,9 +623,11 @@ def test_each_column_role_accepts_its_types_and_names_the_type_it_refuses(
     for kind in {*wrong, *NEITHER} - {*right}:
         with pytest.raises(DataError) as caught:
             columns.check_types({"mine": kind}, where="the test")
-        assert str(caught.value) == (
+        message, _, remedy = str(caught.value).partition(", or write paths to a parquet file as structs")
+        assert message == (
             f"{what}, column 'mine' of the test holds {kind}; name another with --set data.columns.{role}=NAME"
         )
+        assert bool(remedy) == (role == "image" and kind in STRINGS)
 
 
 def test_labels_are_integers_texts_or_booleans() -> None:

@@ -42,7 +42,10 @@ REFUSED = {
     f"{DIGITS} --output hdfs://here/x": "raycl does not support hdfs://",
     f"{DIGITS} --output s3:///x": "it has no bucket",
     f"{DIGITS} --output earlier": "holds an earlier run",
-    f"{DIGITS} --batch-size 128": "larger than the 100 rows",
+    f"{DIGITS} --batch-size 128": "larger than the 100 rows to train on; lower --batch-size or give more data",
+    "replay missing --step 1": "missing holds no run: there is no config.yaml",
+    "replay missing --find nan": "missing holds no run: there is no config.yaml",
+    "certify missing": "missing holds no run: there is no config.yaml",
     "train supcon --data unlabeled --output new --set data.image_size=16": "loss supcon needs labels, but",
     "train simclr --data splits --output new --batch-size 2": "splits holds a data set in 2 splits; give --data ",
     "train simclr --data splits/train --output splits/train/new --batch-size 2": "the output splits/train/new lies in the "

@@ -431,10 +431,13 @@ def test_steps_that_a_rollback_kept_are_replayed_and_others_only_from_later_chec
         raycl.replay(changed, step=14)
 
 
-def test_a_replay_without_checkpoints_begins_at_the_start(run: Path, tmp_path: Path, replayed: Any) -> None:
+def test_a_replay_without_checkpoints_begins_at_the_start_and_shows_its_steps(
+    run: Path, tmp_path: Path, replayed: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     changed = copied(run, tmp_path)
     shutil.rmtree(changed / "checkpoints")
     found = raycl.replay(changed, step=10)
+    assert capsys.readouterr().err.endswith("training again 9/9  steps\n")
     assert (found.checkpoint, found.first_step) == (None, 1)
     assert found.loss == pytest.approx(replayed.loss, rel=1e-5)
 

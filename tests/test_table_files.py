@@ -503,6 +503,23 @@ def test_a_broken_file_is_refused_in_one_line_before_training(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("ending", ["parquet", "jsonl", "csv", "tar"])
+def test_pairs_without_labels_name_the_columns_that_are_not_read(ending: str, tmp_path: Path) -> None:
+    row: dict[str, Any] = {"query": "q", "document": "d", "document_id": "7"}
+    logged = write_rows(tmp_path / f"log.{ending}", [row | {"seen": "5", "clicked": "0"}])
+    (line,) = find_source(str(logged), PAIRS).unread()
+    assert line == (
+        f"all rows of {logged} count as matching pairs; columns not read: clicked, seen "
+        "(if one tells which rows match, name it with --set data.columns.label=NAME)"
+    )
+    assert find_source(str(logged), replace(PAIRS, label="clicked")).unread() == []
+    unlabeled = UnlabeledColumnNames(image=None, query="query", document="document")
+    assert find_source(str(logged), unlabeled).unread() == []
+    assert find_source(str(write_rows(tmp_path / f"rows.{ending}", [row])), PAIRS).unread() == []
+    text = replace(TEXTS, text="query")
+    assert find_source(str(logged), text).unread() == []
+
+
 @pytest.mark.parametrize("ending", ["parquet", "jsonl", "arrow", "tar", *TABLES])
 @pytest.mark.parametrize(
     ("labels", "kind"), [([0.5, 1.0], "double"), ([float(2**53), None], "double"), ([[1, 2], [3]], "list<")]

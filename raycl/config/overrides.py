@@ -352,6 +352,8 @@ def _unknown_in_run(path: str, allowed: Sequence[str]) -> str:
     """Return an error message for an unknown setting of a run, with the path if other sections have its name."""
     name = path.rpartition(".")[2]
     found = [each for each in _setting_paths(RunConfig) if each.rpartition(".")[2] == name]
+    if "." in path and path.partition(".")[0] not in RunConfig.model_fields:  # such as stage.0.temprature
+        found = found or difflib.get_close_matches(path, list(_setting_paths(RunConfig)), n=1, cutoff=0.8)
     if present_name(path) or not 1 <= len(found) <= _MOST_PATHS:
         return unknown_setting(path, allowed)
     return f"unknown key {path}; did you mean {' or '.join(found)}?"

@@ -75,9 +75,12 @@ class ColumnNames:
         for role, name in self.contents.items():
             is_right, requirement = _KINDS[role]
             if not is_right(types[name]):
+                paths = ""
+                if role == "image" and is_text(types[name]):
+                    paths = ', or write paths to a parquet file as structs {"bytes": None, "path": "/absolute/path"}'
                 raise DataError(
                     f"{requirement}, column {name!r} of {where} holds {types[name]}; "
-                    f"name another with --set data.columns.{role}=NAME"
+                    f"name another with --set data.columns.{role}=NAME{paths}"
                 )
         if self.label is not None:
             self.check_label_type(types[self.label], where=where)

@@ -62,7 +62,10 @@ class ReadStats:
         found = f"{self.num_invalid} of {self.num_rows} rows are invalid ({self.describe_invalid()})"
         if max_invalid_fraction is None:
             raise DataError(f"{found}; fix or remove them")
-        raise DataError(
-            f"{found}, more than the fraction {max_invalid_fraction:g} allowed; "
-            "fix the data or raise data.max_invalid_fraction"
-        )
+        raise DataError(f"{found}, more than the fraction {max_invalid_fraction:g} allowed; {self._remedy()}")
+
+    def _remedy(self) -> str:
+        if 2 * self.num_invalid > self.num_rows:
+            return "fix the data"
+        enough = (100 * self.num_invalid // self.num_rows + 1) / 100
+        return f"fix the data, or allow them by --set data.max_invalid_fraction={enough:g}"

@@ -142,7 +142,7 @@ class Source:
     every run over the same files. ``kind`` is "folder" or the name of a table format, and ``types`` are those with which
     its columns are read, None if the files know them. ``classes`` are numbered by the labels; ``label_names`` are for
     display only, of integers. ``ignored`` counts other files by ending; ``ignored_label`` is the type of a column ``label``
-    that is not read.
+    that is not read; ``unread_columns`` are the other columns of pairs without labels.
     """
 
     uri: str
@@ -153,6 +153,7 @@ class Source:
     has_labels: bool
     ignored: tuple[tuple[str, int], ...] = ()
     ignored_label: str = ""
+    unread_columns: tuple[str, ...] = ()
     types: pa.Schema | None = None
     label_names: tuple[str, ...] | None = None
 
@@ -178,7 +179,7 @@ class Source:
         return names[label] if 0 <= label < len(names) else str(label)
 
     def unread(self) -> list[str]:
-        """Return a line about the files that are not read, and one about such a column of labels, if there are any."""
+        """Return lines about the files, the column of labels and the columns of pairs that are not read, if there are any."""
         lines = []
         if self.ignored:
             counts = ", ".join(f"{count} {ending}" for ending, count in self.ignored)
@@ -186,6 +187,11 @@ class Source:
         if self.ignored_label:
             held = f"it holds {self.ignored_label}, not integers or text"
             lines.append(f"ignored the column 'label' of {self.uri}: {held}")
+        if self.unread_columns:
+            lines.append(
+                f"all rows of {self.uri} count as matching pairs; columns not read: {', '.join(self.unread_columns)} "
+                "(if one tells which rows match, name it with --set data.columns.label=NAME)"
+            )
         return lines
 
     def with_classes(self, classes: tuple[str, ...]) -> "Source":
@@ -359,6 +365,10 @@ def _unnamed_format(place: Place) -> TableFormat:
     with reading(place, _PARQUET.name, "write the file again"), place.open() as file:
         if file.read(len(_PARQUET_MARK)) == _PARQUET_MARK:
             return _PARQUET
+    if _ending(place.name) == ".txt":
+        raise DataError(
+            f'{place} is plain text; write each line as {{"text": "..."}} to a file that ends in .jsonl'
+        )
     endings = ", ".join(ending for each in _READERS for ending in each.endings)
     raise DataError(
         f"{place} is not parquet, and its name has no ending of another format; convert it to {endings}"
@@ -483,7 +493,7 @@ def _table_source(
             first_id += stop - start
     if not first_id:
         raise DataError(f"{uri} holds no rows; give a dataset with at least one batch")
-    columns = chosen[0]
+    may_read, columns = columns.usual, chosen[0]
     schemas = [_named(table, columns) for _, _, table in found]
     types = reader.shared_types(schemas, where=uri)
     places = [place for _, place, _ in found]
@@ -500,6 +510,7 @@ def _table_source(
         kind=kind or reader.name,
         fragments=tuple(fragments),
         has_labels=labels["columns"].label is not None,
+        unread_columns=_unread_of_pairs(found[0][2].schema, columns) if "label" in may_read else (),
         types=types,
         **labels,
     )
@@ -553,6 +564,13 @@ def _ignored_label(schemas: Sequence[pa.Schema], columns: ColumnNames) -> str:
         return ""
     kinds = [schema.field("label").type for schema in schemas if schema.names.count("label") == 1]
     return next((str(kind) for kind in kinds if not columns.can_be_label(kind)), "")
+
+
+def _unread_of_pairs(schema: pa.Schema, columns: ColumnNames) -> tuple[str, ...]:
+    """Return the columns that are not read of pairs without labels or negatives, which may be a click log."""
+    if columns.query is None or columns.document is None or columns.label or columns.negatives:
+        return ()
+    return tuple(sorted({*schema.names} - {*columns.asked.values()}))
 
 
 def _check_columns(

@@ -11,10 +11,10 @@ from raycl.config import RunConfig
 from raycl.config.overrides import config_from_yaml
 from raycl.data.columns import ColumnNames
 from raycl.data.sources import find_source
-from raycl.errors import DataError, RayclError
+from raycl.errors import RayclError
 from raycl.negatives.bank import connect_bank
 from raycl.negatives.saved_bank import read_embedded, read_saved_bank
-from raycl.records import CONFIG, DATA
+from raycl.records import CONFIG, DATA, find_run
 from raycl.serve.explorer import (
     Explorer,
     QueryEncoder,
@@ -102,9 +102,7 @@ def saved_explorer(run: str, *, embeddings: str | None, data: str | None) -> Exp
 
     Without both, ``data`` are the training data of the run, if they can be read. Raises ``RayclError`` if something is invalid.
     """
-    place = Place(absolute(run))
-    if not (place / CONFIG).exists():
-        raise DataError(f"{run} holds no run: there is no {CONFIG}; give the --output of a run")
+    place = find_run(run)
     config = _config_of(place)
     columns, max_pixels = columns_of(config), config.data.max_pixels
     bank = read_saved_bank(run) if embeddings is None else read_embedded(run, embeddings)

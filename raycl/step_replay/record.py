@@ -8,8 +8,8 @@ from raycl.config import RunConfig
 from raycl.config.overrides import config_from_yaml
 from raycl.errors import ConfigError, DataError
 from raycl.models.registry import OWN, SPEC, check_trusted
-from raycl.records import CONFIG, DATA, RESULT, ROLLBACK, read_metrics, read_object, read_result
-from raycl.storage import Place, absolute
+from raycl.records import CONFIG, DATA, RESULT, ROLLBACK, find_run, read_metrics, read_object, read_result
+from raycl.storage import Place
 
 
 @final
@@ -64,10 +64,8 @@ def read_record(run: str, *, data: Sequence[str] = ()) -> RecordedRun:
 
     Raises ``DataError`` if the output holds no run or a file is damaged, ``StorageError`` if one cannot be read.
     """
-    output = Place(absolute(run))
+    output = find_run(run)
     place = output / CONFIG
-    if not place.exists():
-        raise DataError(f"{run} holds no run: there is no {CONFIG}; give the --output of a run")
     config = config_from_yaml(place.read_text(), name=place.uri, trained=True)
     if not (output / DATA).exists():
         raise DataError(f"{output / DATA} is missing: the run did not begin to train")

@@ -9,6 +9,7 @@ import torch
 from raycl.config import RunConfig
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.negatives.snapshot import read_queue
+from raycl.progress import ProgressLine
 from raycl.records import CHECKPOINTS, STATE, complete_checkpoints
 from raycl.step_replay.record import RecordedRun
 from raycl.step_replay.rows import RunRows
@@ -68,20 +69,24 @@ def train_until(
         _check_bank(config)
         runner.initialize_bank()
     rates: dict[int, float] = {}
-    coming = coming_views(runner)
-    for views in coming:
-        position = runner.position
-        rates[position.step + 1] = runner.plan.learning_rate(position.stage_step)
-        if position.step == step - 1:
-            return BeforeStep(
-                runner=runner,
-                views=views,
-                coming=coming,
-                checkpoint=checkpoint,
-                first_step=min(rates),
-                learning_rates=rates,
-            )
-        runner.step(views)
+    coming, begin = coming_views(runner), runner.position.step
+    num_before = step - 1 - begin
+    with ProgressLine(
+        "training again", lambda: (runner.position.step - begin, num_before, "steps"), quiet=num_before < 2
+    ):
+        for views in coming:
+            position = runner.position
+            rates[position.step + 1] = runner.plan.learning_rate(position.stage_step)
+            if position.step == step - 1:
+                return BeforeStep(
+                    runner=runner,
+                    views=views,
+                    coming=coming,
+                    checkpoint=checkpoint,
+                    first_step=min(rates),
+                    learning_rates=rates,
+                )
+            runner.step(views)
     # The invalid rows of a stream are known only at its end.
     raise ConfigError(
         f"the run ends before step {step:,}: its data have fewer valid rows than it planned for"

@@ -71,6 +71,7 @@ def train_in_groups(
     saved = set[str]()  # the names of all checkpoints so far
     waiting = f"no worker has answered for {WAITING_S:.0f} s: Ray waits for nodes with room for the workers; see `ray status`"
     notices = notices_of(job.coordinator, when_waiting=waiting)
+    report("starting the workers")
     with (
         _open_pool(job) as pool,
         ProgressLine("training", steps_made(job.coordinator), notices=notices, quiet=quiet),

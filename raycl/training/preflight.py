@@ -248,9 +248,10 @@ def check_sizes(config: RunConfig, rows: Mapping[str, int]) -> None:
         for name, num_rows in rows.items():
             if num_rows < size:
                 where = f" in {name}" if len(rows) > 1 else ""
+                lower = "lower --batch-size" if number == 0 else "set it lower"
                 raise DataError(
                     f"a batch of {size} rows (stages.{number}.batch_size) is larger than the {num_rows} rows "
-                    f"to train on{where}; set it lower or give more data"
+                    f"to train on{where}; {lower} or give more data"
                 )
         counts = batch_counts([num_rows // size for num_rows in rows.values()], config.data.weights)
         for name, count in zip(rows, counts, strict=True):
