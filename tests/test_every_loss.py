@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from raycl.errors import ConfigError
 from raycl.losses import NormalizingConstant, clip, hinge, info_nce, nt_xent, siglip, tiled
 from raycl.losses.example_ids import ExampleIds
+from raycl.losses.info_nce import ring_info_nce
 from raycl.losses.objective import StoreBatch, build_objective
 from tests.embeddings import make_rows, make_views
 from tests.gradients import assert_close, assert_zero, leaves, tolerance_at, value_and_gradients, wanting
@@ -179,10 +180,17 @@ def test_a_half_precision_queue_loses_only_its_own_rounding(
             assert_close(results[3:], true[3:], 2e-2)
 
 
+def ring(query: Tensor, key: Tensor, *, negatives: Tensor) -> Tensor:
+    """Return InfoNCE over a ring of one worker."""
+    ids, names = torch.arange(len(query)), torch.arange(100, 100 + len(negatives))
+    return ring_info_nce(query, key, ids, ids, temperature=0.1, negatives=negatives, negative_id=names)
+
+
 @pytest.mark.parametrize(
     ("loss", "dim"),
     [
         (partial(info_nce, temperature=0.1, in_batch=False), 16),
+        (partial(ring), 64),
         (partial(clip, temperature=0.1), 64),
         *((partial(loss, in_batch=False), 16) for loss in hinges(0.5)),
     ],
