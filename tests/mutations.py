@@ -82,6 +82,27 @@ MUTATIONS = [
         "if False:",
         "tests/workers/test_step.py tests/test_training_stores.py tests/cluster/test_run.py",
     ),
+    Mutation(
+        "the probed leakage is the sum over workers",
+        "raycl/training/train_state.py",
+        "float(all_sum(advantage)) / num_workers()",
+        "float(all_sum(advantage))",
+        "tests/workers/test_step.py",
+    ),
+    Mutation(
+        "the fraction of guided negatives is inverted",
+        "raycl/training/step.py",
+        "masked / max(1, negatives)",
+        "negatives / max(1, masked)",
+        "tests/workers/test_watch.py",
+    ),
+    Mutation(
+        "the collapsed loss of a mixture weighs the cross-entropy as the hinge",
+        "raycl/losses/objective.py",
+        "parts[0] + self.hinge_weight * (parts[1] - parts[0])",
+        "parts[1] + self.hinge_weight * (parts[0] - parts[1])",
+        "tests/test_every_loss.py",
+    ),
     # Mined negatives
     Mutation(
         "a known match becomes a mined negative",

@@ -1,6 +1,7 @@
 """Repair of a truncated checkpoint list of Ray Train."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from raycl.errors import StorageError
 from raycl.records import CHECKPOINT_LIST, CHECKPOINTS, backup_manifest, repair_manifest
 from raycl.storage import Place
-from raycl.training.checkpoint import numbers_of
+from raycl.training.checkpoint import numbers_of, resume_order
 
 
 def result(step: int) -> dict[str, Any]:
@@ -101,3 +102,9 @@ def test_the_name_of_a_checkpoint_has_its_step_stage_and_rollbacks(suffix: str) 
     assert numbers_of(f"step-00000120{suffix}") == (120, 0, 0)
     assert numbers_of(f"step-00000120-stage1-again2{suffix}") == (120, 1, 2)
     assert numbers_of(f"step-00000120-other{suffix}") is None
+
+
+def test_a_run_resumes_from_the_last_rollback_then_step_then_stage() -> None:
+    names = ["step-00000300", "step-00000120-again1", "step-00000120-stage1-again1", "step-00000200-again1"]
+    assert all(resume_order(one) < resume_order(later) for one, later in pairwise(names))
+    assert resume_order("other") == (0, 0, 0)

@@ -12,7 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raycl.errors import ConfigError
-from raycl.losses import clip, hinge, info_nce, nt_xent, siglip, tiled
+from raycl.losses import NormalizingConstant, clip, hinge, info_nce, nt_xent, siglip, tiled
+from raycl.losses.example_ids import ExampleIds
+from raycl.losses.info_nce import ring_info_nce
+from raycl.losses.objective import StoreBatch, build_objective
 from tests.embeddings import make_rows, make_views
 from tests.gradients import assert_close, assert_zero, leaves, tolerance_at, value_and_gradients, wanting
 from tests.plain_losses import WAYS, plain_bidirectional, plain_hinge, plain_info_nce, plain_nt_xent
@@ -177,10 +180,17 @@ def test_a_half_precision_queue_loses_only_its_own_rounding(
             assert_close(results[3:], true[3:], 2e-2)
 
 
+def ring(query: Tensor, key: Tensor, *, negatives: Tensor) -> Tensor:
+    """Return InfoNCE over a ring of one worker."""
+    ids, names = torch.arange(len(query)), torch.arange(100, 100 + len(negatives))
+    return ring_info_nce(query, key, ids, ids, temperature=0.1, negatives=negatives, negative_id=names)
+
+
 @pytest.mark.parametrize(
     ("loss", "dim"),
     [
         (partial(info_nce, temperature=0.1, in_batch=False), 16),
+        (partial(ring), 64),
         (partial(clip, temperature=0.1), 64),
         *((partial(loss, in_batch=False), 16) for loss in hinges(0.5)),
     ],
@@ -397,3 +407,49 @@ def test_invalid_input_is_refused_with_its_value_and_a_remedy(
     arguments = {"query": ROWS, "key": ROWS} | changes
     with pytest.raises(ConfigError, match=re.escape(message)):
         loss(**arguments)
+
+
+# Collapse
+
+EQUAL, QUEUE = torch.ones(16, 4) / 2, torch.ones(40, 4) / 2
+OUTSIDE = {"in_batch": False, "learns_keys": False}
+
+
+@pytest.mark.parametrize(
+    ("loss", "hinge_weight", "settings", "queue"),
+    [
+        ("nt_xent", 0.0, {}, None),
+        ("nt_xent", 0.3, {}, None),
+        ("supcon", 0.0, {}, None),
+        ("info_nce", 0.0, {}, None),
+        ("info_nce", 0.0, {}, QUEUE),
+        ("info_nce", 0.0, OUTSIDE, QUEUE),
+        ("info_nce", 0.3, OUTSIDE, QUEUE),
+        ("clip", 0.0, {"pairs": True}, None),
+        ("clip", 0.0, {"pairs": True}, QUEUE),
+        ("clip", 0.3, {"pairs": True}, QUEUE),
+        ("hinge", 0.0, {}, None),
+        ("hinge", 0.0, OUTSIDE | {"hardest": True}, QUEUE),
+    ],
+)
+def test_equal_embeddings_have_the_collapsed_loss(
+    loss: str, hinge_weight: float, settings: dict[str, Any], queue: Tensor | None
+) -> None:
+    objective = build_objective(loss, hinge_weight=hinge_weight, temperature=0.1, margin=0.5, **settings)
+    ids, names = torch.arange(16), None if queue is None else torch.arange(100, 140)
+    stored = StoreBatch(negatives=queue, negative_id=names)
+    found = objective(EQUAL, EQUAL, stored, ExampleIds(query=ids, key=ids, label=ids))
+    assert found.item() == pytest.approx(objective.collapsed_loss(batch_size=16, stored=stored))
+
+
+@pytest.mark.parametrize("hinge_weight", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("loss", "settings"),
+    [("nce", {}), ("siglip", {}), ("clip", {"log_frequency": torch.zeros_like, "refines_logq": True})],
+)
+def test_the_collapsed_loss_is_unknown_if_it_depends_on_more_than_sizes(
+    loss: str, settings: dict[str, Any], hinge_weight: float
+) -> None:
+    learned = {"normalizer": NormalizingConstant(40), "num_samples": 40} | settings
+    objective = build_objective(loss, hinge_weight=hinge_weight, temperature=0.1, **learned)
+    assert objective.collapsed_loss(batch_size=16, stored=StoreBatch(negatives=QUEUE)) is None

@@ -119,12 +119,27 @@ def test_equal_embeddings_have_the_collapsed_loss() -> None:
     assert found == pytest.approx(objective.collapsed_loss(batch_size=16, stored=stored))
 
 
+LOCAL = {"batchnorm": "local", "stages.0.batch_size": 64}
+
+
 @pytest.mark.parametrize(
-    ("method", "loss", "group_size"),
-    [("nnclr", "nnclr", 0), ("sogclr", "gcl", 0), ("nnclr", "info_nce", 256)],
+    ("method", "settings", "group_size"),
+    [
+        ("nnclr", {}, 0),
+        ("sogclr", {}, 0),
+        ("nnclr", {"stages.0.loss": "info_nce"}, 256),
+        ("simclr", LOCAL, 0),
+        ("simclr", LOCAL | {"workers": 2}, 32),
+        ("simclr", LOCAL | {"batchnorm": "local_view"}, 0),
+        ("simclr", LOCAL | {"batchnorm": "local_view", "workers": 2}, 32),
+        ("moco_v2", LOCAL, 64),
+        ("moco_v2", LOCAL | {"workers": 2}, 32),
+        ("moco_v2", {"stages.0.batch_size": 64, "batchnorm_groups": 4}, 16),
+        ("simclr", {"batchnorm": "group", "workers": 2}, 0),
+    ],
 )
-def test_synchronized_batchnorm_is_probed_only_with_negatives_of_other_batches(
-    method: str, loss: str, group_size: int
+def test_batchnorm_is_probed_if_a_query_has_negatives_of_other_statistics(
+    method: str, settings: dict[str, Any], group_size: int
 ) -> None:
-    config = override(recipe(method, image_size=32), {"stages.0.loss": loss})
+    config = override(recipe(method, image_size=32), settings)
     assert EmbedConfig.of(config, config.stages[0]).leak_group_size == group_size

@@ -384,14 +384,19 @@ def test_examples_of_images_are_refused(tmp_path: Path) -> None:
         evaluate_retrieval(run=str(tmp_path), test="captioned", examples=2)
 
 
-def test_examples_leave_out_the_documents_that_a_query_ignores(tmp_path: Path, write: Write) -> None:
+@pytest.mark.parametrize(("num", "queries"), [(1, ["a b"]), (2, ["a b", "c"]), (5, ["a b", "c"])])
+def test_examples_leave_out_the_documents_that_a_query_ignores(
+    num: int, queries: list[str], tmp_path: Path, write: Write
+) -> None:
     save(small_config(), tmp_path / "run")
     test = write("test", query=["a b", "c"], document=["d", "e"])
     train = write("train", query=["a b", "x"], document=["f", "a b"])
-    options = {"baseline": False, "examples": 2, "quiet": True}
+    options: dict[str, Any] = {"baseline": False, "examples": num, "quiet": True}
     found = evaluate_retrieval(run=str(tmp_path / "run"), test=test, train=train, **options)["examples"]
-    nearest = {each["query"]: sorted(near["document"] for near in each["nearest"]) for each in found}
-    assert nearest == {"a b": ["d", "e"], "c": ["a b", "d", "e", "f"]}
+    expected = {"a b": ["d", "e"], "c": ["a b", "d", "e", "f"]}
+    assert [each["query"] for each in found] == queries
+    for each in found:
+        assert sorted(near["document"] for near in each["nearest"]) == expected[each["query"]]
 
 
 def test_the_files_that_are_not_read_are_named(

@@ -102,12 +102,14 @@ def test_workers_may_have_different_numbers_of_rows(shape: tuple[int, ...], size
     _assert_equal(whole, shares, 1e-10)
 
 
-@pytest.mark.parametrize("settings", [*SETTINGS, "without bias"], ids=str)
+@pytest.mark.parametrize("settings", [*SETTINGS, "without bias", "no longer tracked"], ids=str)
 def test_settings_have_the_same_effect_as_in_batchnorm(settings: Any) -> None:
     batches = [_rows(8, 5, 3, 3) * factor for factor in (1, 2, 3)]
     layer = make_layer(nn.BatchNorm2d, **(settings if isinstance(settings, dict) else {}))
     if settings == "without bias":
         layer.register_parameter("bias", None)
+    if settings == "no longer tracked":
+        layer.track_running_stats = False
     _assert_equal(*_reference_and_shares(layer, batches, [4, 4]), 1e-10)
 
 

@@ -146,8 +146,11 @@ def losses_weights_and_rows_after_steps(
     for step, views in enumerate(maker.views(batches, image_size=stage.image_size)):
         contrast = learner.objective(config, stage, hinge_weight=stage.hinge_weight, frequencies=frequencies)
         settings: dict[str, Any] = {"learning_rate": 0.1, "momentum": 0.9, "precision": "float32"}
-        output = train_step(learner, store, contrast, views, step=step, **settings)
-        assert output.collapsed_loss is None or views.example_ids.guide is None
+        is_guided = views.example_ids.guide is not None
+        output = train_step(learner, store, contrast, views, step=step, is_watched=is_guided, **settings)
+        if is_guided:
+            assert output.collapsed_loss is None
+            assert 0 <= output.measure()["guide_masked_fraction"] < 1  # 0 without negatives
         losses.append(output.loss)
     parts = filter(None, (towers, learner.temperature, learner.momentum_encoder))
     weights = [parameter.detach() for part in parts for parameter in part.parameters()]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from raycl.batchnorm import synchronize
+from raycl.batchnorm import leakage, synchronize
 from raycl.config import RunConfig
 from raycl.config.overrides import override
 from raycl.distributed import collectives
@@ -254,6 +254,40 @@ def assert_equals_the_whole_batch(
                 assert torch.allclose(values, alone[2][name], rtol=1e-3, atol=1e-4)
             else:
                 assert torch.equal(torch.as_tensor(values), torch.as_tensor(alone[2][name]))
+
+
+def leakage_of_views(rank: int, num_workers: int) -> dict[str, float]:
+    config = config_of("moco_v2", num_workers)
+    towers = build_towers(config, None, build_tower().encoder.float())
+    learner = TrainState.build(config, towers, num_samples=None)
+    assert learner.momentum_encoder is not None
+    with torch.no_grad():
+        for each in learner.momentum_encoder.parameters():
+            each.add_(each.flip(0), alpha=0.5)
+    learner.set_embed_config(EmbedConfig.of(config, config.stages[0]))
+    rows = slice(rank * BATCH // num_workers, (rank + 1) * BATCH // num_workers)
+    view_a, view_b = (each.float() for each in make_views()[:2])
+    view_a, view_b = view_a[rows], view_b.lerp(view_b.flip(0), 0.7)[rows]  # few positives are nearest
+    ids = torch.arange(BATCH)[rows]
+    views = Views(
+        view_a=view_a,
+        view_b=view_b,
+        sample_id=ids,
+        ids=ids.numpy(),
+        example_ids=ExampleIds(query=ids, key=ids),
+    )
+    encoders = learner.tower, learner.momentum_encoder
+    own = leakage(*encoders, view_a, view_b, group_size=4, num_groupings=2, seed=5)
+    return {"own": own.advantage, **learner.leakage(views, seed=5)}
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_the_leakage_of_query_and_key_encoder_is_the_mean_over_workers(num_workers: int) -> None:
+    found = run_workers(leakage_of_views, num_workers)
+    advantages = [each["own"] for each in found]
+    assert len({0.0, *advantages}) == 1 + num_workers
+    for each in found:
+        assert each["batchnorm_leakage"] == pytest.approx(sum(advantages) / num_workers)
 
 
 CROPS = {"augment.views": [{"count": 2}, {"count": 2, "size": 8}]}

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from raycl.batchnorm import synchronize
 from raycl.distributed import average_
+from raycl.distributed.device_copy import Download
 from raycl.evaluation.embedding_metrics import measure
 from raycl.gradient_cache import embed_in_chunks
 from raycl.training.collapse_monitor import CollapseMonitor
@@ -24,7 +25,9 @@ def embeddings() -> tuple[Tensor, Tensor]:
 def looks(rank: int, num_workers: int) -> tuple[dict[str, float], str | None]:
     query, key = (each[rank * LOCAL :][:LOCAL] for each in embeddings())
     monitor = CollapseMonitor(initial_patience=3)
-    measures = StepOutput(loss=1.0, collapsed_loss=9.0, watched=_few(query, key)).measure()
+    counts = Download(torch.tensor([rank, 4 if rank else 0]))  # the first worker has no negatives
+    output = StepOutput(loss=1.0, collapsed_loss=9.0, watched=_few(query, key), guided=counts)
+    measures = output.measure()
     monitor.update(step=1, measures=measures, loss=1.0, collapsed_loss=9.0)
     point = StepOutput(loss=1.0, collapsed_loss=1.0, watched=_few(torch.ones(LOCAL, 8), torch.ones(LOCAL, 8)))
     warnings = [
@@ -35,7 +38,7 @@ def looks(rank: int, num_workers: int) -> tuple[dict[str, float], str | None]:
 
 
 def test_the_monitor_measures_the_rows_of_all_workers_as_one_batch() -> None:
-    expected = measure(*embeddings()).known()
+    expected = measure(*embeddings()).known() | {"guide_masked_fraction": (0 + 1 / 4 + 2 / 4 + 3 / 4) / 4}
     for measures, warnings in run_workers(looks, 4):
         assert measures.keys() == expected.keys()
         for name, value in measures.items():
