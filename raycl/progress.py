@@ -106,12 +106,14 @@ def _show_in_notebook(title: str) -> Show:
 
 
 def _print_periodically(title: str) -> Show:
-    printed_at = [0.0]
+    printed_at, printed = 0.0, ""
 
     def show(done: int, total: int, text: str, is_last: bool) -> None:
-        if is_last or time.monotonic() - printed_at[0] > LINE_EVERY_S:
-            print(f"{title} {done:,}/{total:,}  {text}", file=sys.stderr, flush=True)
-            printed_at[0] = time.monotonic()
+        nonlocal printed_at, printed
+        line = f"{title} {done:,}/{total:,}  {text}"
+        if line != printed and (is_last or time.monotonic() - printed_at > LINE_EVERY_S):
+            print(line, file=sys.stderr, flush=True)
+            printed_at, printed = time.monotonic(), line
 
     return show
 

@@ -79,3 +79,12 @@ def test_a_run_without_workers_says_once_that_it_waits(
     read = progress.notices_of(coordinator, when_waiting="waits")
     for (now[0], age[0]), number in zip(looks, expected, strict=True):
         assert read() == ["waits"] * number
+
+
+def test_a_log_shows_each_line_once(capsys: pytest.CaptureFixture[str]) -> None:
+    show = progress._print_periodically("embedding")
+    for done, is_last in [(0, False), (5, False), (9, False), (9, True)]:
+        show(done, 9, "rows", is_last)
+    assert capsys.readouterr().err.splitlines() == ["embedding 0/9  rows", "embedding 9/9  rows"]
+    show(9, 9, "rows", True)
+    assert not capsys.readouterr().err
