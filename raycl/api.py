@@ -132,11 +132,10 @@ def tune(
         raise ConfigError("the list of data sets is empty; give at least one")
     flags = run_flags(workers=workers, gpu=gpu, batch_size=batch_size, seed=seed)
     config, sources, notes = plan_run(_named(recipe), data=uris, flags=flags, settings=settings)
-    from raycl.data.sources import find_source
-    from raycl.training.preflight import column_names
+    from raycl.training.preflight import find_sources
     from raycl.tuning.plan import check_search
 
-    sources = sources or tuple(find_source(each, column_names(config)) for each in uris)
+    sources = sources or find_sources(config, uris)
     check_search(config, sources, minutes)
     for note in () if quiet else notes:
         print(note, file=sys.stderr)

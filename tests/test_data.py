@@ -399,11 +399,32 @@ def test_hugging_face_images_are_read_from_bytes_or_files(tmp_path: Path) -> Non
     assert [(pixels.tolist(), aspect) for pixels, aspect in decoded[:3]] == [
         (pixels.tolist(), aspect) for pixels, aspect in plain
     ]
-    elsewhere = "no image bytes, and a path that is not absolute"
+    elsewhere = "a path that is not absolute"
     assert [str(each) for each in decoded[3:]] == [
         *("missing value", "missing value", elsewhere),
         *("file not found", "file not found", elsewhere, elsewhere),
     ]
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int8(), pa.string())], ids=str
+)
+def test_images_are_read_from_a_column_of_paths(tmp_path: Path, kind: pa.DataType) -> None:
+    contents = [encode(colors(20 + index)) for index in range(2)]
+    paths = [tmp_path / "0.png", tmp_path / "1.png"]
+    for path, content in zip(paths, contents, strict=True):
+        path.write_bytes(content)
+    given = [*map(str, paths), None, "0.png", str(tmp_path / "gone.png")]
+    table = pa.table({"image": pa.array(given).cast(kind)})
+    pq.write_table(table, tmp_path / "paths.parquet")
+    [rows] = read(find_source(str(tmp_path / "paths.parquet")))
+    assert rows.values["image"][:3] == [*contents, None]
+    assert [str(each) for each in rows.values["image"][3:]] == [
+        "a path that is not absolute",
+        "file not found",
+    ]
+    of_table = RawRows.of_table(table, ColumnNames(), None)  # as of a Ray Dataset
+    assert of_table.values["image"][:3] == [*contents, None]
 
 
 def test_missing_columns_and_columns_without_images_are_named(tmp_path: Path) -> None:

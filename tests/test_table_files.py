@@ -594,14 +594,27 @@ def test_labels_of_pairs_may_be_integers_in_one_file_and_floats_in_another(tmp_p
         is_clicked(labels[2])
 
 
-def test_lists_and_images_in_csv_and_long_lines_are_refused(
+@pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl", "jsonl.gz"])
+def test_captioned_images_are_read_from_their_paths(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / "photo 1.png"
+    path.write_bytes(b"a photo")
+    rows = [{"filepath": str(path), "title": "one, of two"}, {"filepath": "gone.png", "title": "two"}]
+    file = write_rows(tmp_path / f"photos.{ending}", rows)
+    source = find_source(str(file), ColumnNames(image="filepath", caption="title"))
+    [found] = [each for fragment in source.fragments for each in source.read(fragment)]
+    assert found.values["image"][0] == b"a photo"
+    assert str(found.values["image"][1]) == "a path that is not absolute"
+    assert found.values["caption"] == [b"one, of two", b"two"]
+
+
+def test_lists_and_numbers_as_images_and_long_lines_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     negatives = [{"query": "q", "document": "d", "negatives": '["n"]'}]
     with pytest.raises(DataError, match="negatives must be lists of strings, column 'negatives' of"):
         find_source(str(write_rows(tmp_path / "pairs.csv", negatives)), PAIRS)
-    images = write_rows(tmp_path / "images.csv", [{"image": "a.jpg", "caption": "c"}])
-    with pytest.raises(DataError, match="images must be encoded bytes"):
+    images = write_rows(tmp_path / "images.jsonl", [{"image": 7, "caption": "c"}])
+    with pytest.raises(DataError, match="images must be encoded bytes, structs of bytes and path, or paths"):
         find_source(str(images), ColumnNames(caption="caption"))
     monkeypatch.setattr("raycl.data.csv_tables._BLOCK_BYTES", 100)
     with pytest.raises(DataError, match="as csv: .*block size"):

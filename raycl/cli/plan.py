@@ -242,7 +242,7 @@ def _of_valid(images: Sequence[Any], function: Callable[[Any], Answer]) -> list[
 
 def _first_images(data: "Source | ray.data.Dataset", columns: "ColumnNames") -> list[Any]:
     """Return the first images, read as in a run."""
-    from raycl.data.sources import Source, plain_values
+    from raycl.data.sources import Source, values_of
 
     if isinstance(data, Source):
         # Of a folder of images, read no other files.
@@ -251,9 +251,9 @@ def _first_images(data: "Source | ray.data.Dataset", columns: "ColumnNames") -> 
         return [] if first is None else list(first.values["image"][:NUM_PEEKED])
     from raycl.data.decode import columns_of
 
-    image = columns_of(data, columns).image or "image"
+    named = columns_of(data, columns)
     tables: Any = data.limit(NUM_PEEKED).iter_batches(batch_size=NUM_PEEKED, batch_format="pyarrow")
-    return [value for table in tables for value in plain_values(table[image])]
+    return [value for table in tables for value in values_of(table, named)["image"]]
 
 
 def settings_of(settings: Settings) -> dict[str, Any]:

@@ -75,12 +75,9 @@ class ColumnNames:
         for role, name in self.contents.items():
             is_right, requirement = _KINDS[role]
             if not is_right(types[name]):
-                paths = ""
-                if role == "image" and is_text(types[name]):
-                    paths = ', or write paths to a parquet file as structs {"bytes": None, "path": "/absolute/path"}'
                 raise DataError(
                     f"{requirement}, column {name!r} of {where} holds {types[name]}; "
-                    f"name another with --set data.columns.{role}=NAME{paths}"
+                    f"name another with --set data.columns.{role}=NAME"
                 )
         if self.label is not None:
             self.check_label_type(types[self.label], where=where)
@@ -157,7 +154,7 @@ def _is_bytes(kind: pa.DataType) -> bool:
 
 
 def _is_image(kind: pa.DataType) -> bool:
-    return _is_bytes(kind) or is_image_struct(kind)
+    return _is_bytes(kind) or is_image_struct(kind) or is_text(kind)
 
 
 def _is_one_text(kind: pa.DataType) -> bool:
@@ -192,7 +189,7 @@ def is_number(kind: pa.DataType) -> bool:
 
 # The accepted types of each role, and the message for other types.
 _KINDS: dict[str, tuple[Callable[[pa.DataType], bool], str]] = {
-    "image": (_is_image, "images must be encoded bytes, or structs of bytes and path"),
+    "image": (_is_image, "images must be encoded bytes, structs of bytes and path, or paths"),
     "text": (_is_one_text_or_more, "texts must be strings, or lists of strings with the same meaning"),
     "caption": (_is_one_text_or_more, "captions must be strings, or lists of strings"),
     "query": (_is_one_text, "queries must be strings"),

@@ -184,12 +184,16 @@ def read_image(place: Place) -> bytes | InvalidImageError:
         raise
 
 
-def struct_images(column: pa.ChunkedArray) -> list[bytes | InvalidImageError | None]:
-    """Return the bytes of an image column of structs; an image without bytes is read from its path."""
-    fields = dict(zip((field.name for field in column.type), column.flatten(), strict=True))
-    names = fields["path"].cast(pa.binary()).to_pylist()  # text that is not UTF-8 must not stop the read
+def stored_images(column: pa.ChunkedArray) -> list[bytes | InvalidImageError | None]:
+    """Return the bytes of a column of structs or of paths; an image without bytes is read from its path."""
+    if is_image_struct(column.type):
+        fields = dict(zip((field.name for field in column.type), column.flatten(), strict=True))
+        contents, paths = fields["bytes"].to_pylist(), fields["path"]
+    else:
+        contents, paths = [None] * len(column), column
+    names = paths.cast(pa.binary()).to_pylist()  # text that is not UTF-8 must not stop the read
     with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(_bytes_or_file, fields["bytes"].to_pylist(), names))
+        return list(pool.map(_bytes_or_file, contents, names))
 
 
 def _bytes_or_file(image: bytes | None, name: bytes | None) -> bytes | InvalidImageError | None:
@@ -198,7 +202,7 @@ def _bytes_or_file(image: bytes | None, name: bytes | None) -> bytes | InvalidIm
     path = name.decode(errors="replace")
     absolute = _ABSOLUTE.fullmatch(path)
     if absolute is None or ".." in path.split("/"):
-        return InvalidImageError("no image bytes, and a path that is not absolute")
+        return InvalidImageError("a path that is not absolute")
     root, below = absolute.groups()
     # A read from a device or a pipe would never end.
     if not root and not os.path.isfile(path):

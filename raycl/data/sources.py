@@ -20,7 +20,7 @@ from raycl.data.csv_tables import CsvTables
 from raycl.data.delta_tables import LOG, delta_files
 from raycl.data.iceberg_tables import METADATA, find_metadata, open_iceberg
 from raycl.data.ids import content_ids, stable_ids
-from raycl.data.images import EXTENSIONS, is_image_struct, read_image, struct_images
+from raycl.data.images import EXTENSIONS, is_image_struct, read_image, stored_images
 from raycl.data.json_tables import JsonTables
 from raycl.data.labels import (
     NO_LABEL,
@@ -584,18 +584,21 @@ def _check_columns(
 
 
 def values_of(table: pa.Table, columns: ColumnNames) -> dict[str, list[Any]]:
-    """Return the contents of a table by role.
+    """Return the contents of a table by role; images of structs and of paths become bytes.
 
     From Arrow: NumPy would turn integers into floats if one is missing, and so merge large ids.
     """
-    return {role: plain_values(table[name]) for role, name in columns.contents.items()}
+    values: dict[str, list[Any]] = {}
+    for role, name in columns.contents.items():
+        kind = table[name].type
+        are_files = role == "image" and (is_image_struct(kind) or is_text(kind))
+        values[role] = (stored_images if are_files else plain_values)(table[name])
+    return values
 
 
 def plain_values(column: pa.ChunkedArray) -> list[Any]:
-    """Return the values; images of structs become bytes, and so do texts, which may not be UTF-8."""
+    """Return the values; texts become bytes, since they may not be UTF-8."""
     kind = column.type
-    if is_image_struct(kind):
-        return struct_images(column)
     if pa.types.is_dictionary(kind):
         column, kind = column.cast(kind.value_type), kind.value_type
     if is_list(kind) and is_text(kind.value_type):

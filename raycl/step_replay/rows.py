@@ -16,7 +16,7 @@ from raycl.data.codecs import Formats
 from raycl.data.decode import Decoder, decode_here
 from raycl.data.in_memory import InMemoryDataset
 from raycl.data.sampler import InMemorySampler, MixedSampler
-from raycl.data.sources import Fragment, RawRows, Source, find_source
+from raycl.data.sources import Fragment, RawRows, Source
 from raycl.data.split import Holdout
 from raycl.data.streaming import StreamingSampler, fragment_order
 from raycl.data.windows import LocalReader
@@ -29,7 +29,7 @@ from raycl.training.coordinator import RunCoordinator
 from raycl.training.data_module import evaluation_fragments, fragments_kept_whole, hold_out, streamed_ids
 from raycl.training.data_set import read_vocabulary
 from raycl.training.job import Job
-from raycl.training.preflight import check_pairs, check_sizes, column_names
+from raycl.training.preflight import check_pairs, check_sizes, find_sources
 from raycl.training.transforms import build_formats
 from raycl.training.views import build_sampler
 
@@ -116,7 +116,7 @@ def read_rows(run: RecordedRun) -> RunRows:
     check_repeatable(run)
     config = run.config
     with _settings_fixed():
-        sources = [find_source(uri, column_names(config)) for uri in run.data]
+        sources = find_sources(config, run.data)
         for source in sources:
             check_pairs(config, source.columns)
     for source in sources:

@@ -6,7 +6,7 @@ import json
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -86,7 +86,7 @@ def validate_run(
         if data:
             _check_repeated(data)
             check_data_sets(config, len(data))
-            sources = sources or [find_source(each, column_names(config)) for each in data]
+            sources = sources or find_sources(config, data)
             for source in sources:
                 check_pairs(config, source.columns)
                 if not resume:  # older versions trained on them
@@ -297,6 +297,11 @@ def column_names(config: RunConfig) -> ColumnNames:
     if config.negatives.explicit is False:
         return ColumnNamesWithoutNegatives(**named | dict.fromkeys({*unused, "negatives", "negative_ids"}))
     return ColumnNames(**named | dict.fromkeys(unused))
+
+
+def find_sources(config: RunConfig, data: Iterable[str]) -> tuple[Source, ...]:
+    """Find the data sets of a run, with the columns that it reads; raises ``DataError`` or ``StorageError``."""
+    return tuple(find_source(uri, column_names(config)) for uri in data)
 
 
 def check_output(config: RunConfig, output: Place, *, resume: bool) -> None:
