@@ -24,7 +24,10 @@ from tests.outputs import write_run
 OLD = Path(__file__).parent / "old_configs"  # written by 0.1.0 before the renames, for images of 32 pixels
 GUIDE = Path(__file__).parent.parent / "docs" / "migration-names.md"
 RENAMED_RECIPES = {"image_text": "clip"}
-LEARNING_RATES = {"two_tower": ["stages.0.learning_rate=0.003"]}
+LEARNING_RATES = {
+    "two_tower": ["stages.0.learning_rate=0.003"],
+    "clip": ["stages.0.learning_rate=0.0005"],
+}
 
 
 @pytest.mark.parametrize("path", sorted(OLD.glob("*.yaml")), ids=lambda path: path.stem)

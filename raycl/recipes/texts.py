@@ -131,7 +131,7 @@ def clip(image_size: int = 224) -> RunConfig:
                 batch_size=256,
                 loss="clip",
                 temperature=0.07,
-                learning_rate=5e-4,
+                learning_rate=2e-3 if is_small else 5e-4,
                 learning_rate_scaling="square_root",
                 warmup_epochs=1.0,
             ),

@@ -172,7 +172,9 @@ def _settings_fixed() -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        cause, remedy, _ = re.split(r"([:;] [^:;]*(?:--set|set it lower)|$)", str(error), maxsplit=1)
+        cause, remedy, _ = re.split(
+            r"([:;] [^:;]*(?:--set|set it lower|lower --batch-size)|$)", str(error), maxsplit=1
+        )
         raise DataError(f"{cause}; give the rows of the run by --data") if remedy else error from None
 
 
