@@ -1,6 +1,7 @@
 """Retrieval tasks: searched documents, relevance, and excluded pairs."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,6 +26,7 @@ from tests.test_saved_text import save
 
 Write = Callable[..., str]
 NAMES = ColumnNames()
+BY_DOCUMENT = ColumnNames(document_id="document_id")
 
 
 @pytest.fixture
@@ -115,7 +117,8 @@ def test_texts_with_an_id_in_common_are_one_query_or_document(write: Write) -> N
         negatives=[["another b", "c"], ["r"], []],
         negative_ids=[["y", "new"], ["u"], []],  # "c" has two ids
     )
-    task = pair_task(test, train, NAMES)
+    assert pair_task(test, train, NAMES).same_as.tolist() == list(range(7))  # pyright: ignore[reportOptionalMemberAccess]
+    task = pair_task(test, train, replace(NAMES, query_id="query_id", document_id="document_id"))
     assert task.queries == ["q", "another q", "r"]
     assert task.documents == ["a", "b", "c", "e", "another a", "another b", "r"]
     assert task.same_as is not None
@@ -135,7 +138,9 @@ def test_texts_with_an_id_in_common_are_one_query_or_document(write: Write) -> N
 def test_a_document_is_ranked_once_by_the_best_of_its_texts(write: Write) -> None:
     documents = ["red", "blue", "navy", "sky", "green"]
     columns = {"query": ["q"] * 5, "document": documents}
-    task = pair_task(write("ids", **columns, document_id=[1, 2, 2, 2, 3], label=[0, 0, 1, 0, 1]), None, NAMES)
+    task = pair_task(
+        write("ids", **columns, document_id=[1, 2, 2, 2, 3], label=[0, 0, 1, 0, 1]), None, BY_DOCUMENT
+    )
     cosine = torch.tensor([0.1, 0.0, 0.9, 0.8, 0.5])
     document = torch.stack([cosine, (1 - cosine**2).sqrt()], dim=1)
     similarity, ranked = task.rank(search, torch.tensor([[1.0, 0.0]]), document)
@@ -151,7 +156,7 @@ def test_documents_of_many_texts_leave_room_for_others(write: Write) -> None:
     texts = [f"word {number}" for number in range(500)]  # the first document has 401
     ids = [max(number, 400) for number in range(500)]
     pairs = {"query": ["word 3"] + ["other"] * 499, "document": texts, "document_id": ids}
-    task = pair_task(write("test", **pairs), None, NAMES)
+    task = pair_task(write("test", **pairs), None, BY_DOCUMENT)
     for find in (tfidf_search, bm25_search):
         _, ranked = task.rank(find, ["word 3"], texts)
         assert ranked.shape == (1, 100)
@@ -162,7 +167,7 @@ def test_ids_that_join_most_queries_are_reported(write: Write, capsys: pytest.Ca
     texts = [f"text {number}" for number in range(100)]
     test = write("test", query=texts, document=texts, query_id=[7] * 100)
     for quiet in (False, True):
-        pair_task(test, None, NAMES, quiet=quiet)
+        pair_task(test, None, replace(NAMES, query_id="query_id"), quiet=quiet)
         lines = [line for line in capsys.readouterr().err.splitlines() if "rename the column" in line]
         assert len(lines) == int(not quiet)
         assert quiet or lines[0].startswith("100 of 100 different query texts are one query")

@@ -95,9 +95,9 @@ def evaluate_retrieval(
     """Rank all documents of ``test`` and ``train`` for each query of ``test``.
 
     A set holds pairs of query and document, with an optional label: 0 for no match, 1 and above for
-    grades of relevance. A query ignores the documents that match it in ``train``, and its own text. Texts
-    with an id in common (``query_id``, ``document_id``, ``negative_ids``) are one query or document, which is
-    ranked once, by the best of its texts. Or a set holds images with captions: then both directions are evaluated within ``test``, and one caption of
+    grades of relevance. A query ignores the documents that match it in ``train``, and its own text. If
+    ``columns`` names ids (``query_id``, ``document_id``, ``negative_ids``), texts with an id in common are one query or
+    document, which is ranked once, by the best of its texts. Or a set holds images with captions: then both directions are evaluated within ``test``, and one caption of
     an image is enough for its recall. For a benchmark with judgments, give the sets ``queries``
     (``query_id``, ``query``) and ``documents`` (``document_id``, ``document``), and both ids with the
     label in ``test``.
@@ -229,10 +229,12 @@ def _examples(task: Task, ranking: Ranking, num: int) -> list[dict[str, Any]]:
 def pair_task(test: str, train: str | None, names: ColumnNames, *, quiet: bool = True) -> Task:
     """Search the queries of ``test`` among the documents and negatives of both sets.
 
-    A query ignores the documents that match it in ``train``, and its own text. Texts with an id in common
-    are one query or document: each matches whatever the others match.
+    A query ignores the documents that match it in ``train``, and its own text. Texts with an id in common, of a
+    column that ``names`` names, are one query or document: each matches whatever the others match.
     """
-    pairs, *others = (read_pairs(uri, names, quiet=quiet) for uri in (test, train) if uri is not None)
+    pairs, *others = (
+        read_pairs(uri, names, only_named_ids=True, quiet=quiet) for uri in (test, train) if uri is not None
+    )
     query, document = (_distinct(role, [pairs, *others]) for role in ("query", "document"))
     for line in [] if quiet else [*query.notices("query"), *document.notices("document")]:
         print(line, file=sys.stderr)

@@ -174,16 +174,22 @@ def read_values(uri: str, columns: ColumnNames, *, keep_invalid: bool = False, q
     return found if keep_invalid else valid
 
 
-def read_pairs(uri: str, names: ColumnNames, *, quiet: bool = True) -> Values:
+def read_pairs(uri: str, names: ColumnNames, *, only_named_ids: bool = False, quiet: bool = True) -> Values:
     """Read pairs: queries and documents, and if present negatives, labels and ids (as integers).
 
-    Skips rows with invalid ids, as a run does. Raises ``DataError`` as ``read_values`` does.
+    ``only_named_ids`` ignores columns of ids that ``names`` does not name. Skips rows with invalid ids, as a run does.
+    Raises ``DataError`` as ``read_values`` does.
     """
     asked = {"query": names.query or "query", "document": names.document or "document"}
     values = read_values(uri, replace(names, image=None, text=None, caption=None, **asked), quiet=quiet)
     by_role = values.by_role
     if "negatives" not in by_role:
         by_role.pop("negative_ids", None)
+    if only_named_ids:
+        of_documents = names.document_id or names.negative_ids
+        named = {"query_id": names.query_id, "document_id": names.document_id, "negative_ids": of_documents}
+        for role in [each for each, name in named.items() if name is None]:
+            by_role.pop(role, None)
     for role in by_role.keys() & {"query_id", "document_id", "negative_ids"}:
         by_role[role] = IdFormat(in_lists=role == "negative_ids").decode_all(by_role[role])
     is_valid = [row_error(by_role, row) is None for row in range(len(values.label))]
