@@ -142,7 +142,9 @@ class RetrievalEvaluator:
         is_new[1:] = ids[order][1:] != ids[order][:-1]
         chosen = order[is_new]
         texts, wanted = ids[chosen].cpu().numpy(), key_id[: len(query)].numpy()
-        at_1, at_10 = self._recall(lambda k: search(query, keys[chosen], k=k), texts, wanted, device)
+        at_1, at_10 = self._recall(
+            lambda k: search(query.to(device), keys[chosen], k=k), texts, wanted, device
+        )
         return {"recall_at_10": at_10, "recall_at_1": at_1}
 
     def baseline(self, device: torch.device) -> dict[str, float]:
