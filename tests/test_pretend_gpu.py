@@ -16,6 +16,7 @@ from raycl.config.overrides import override
 from raycl.data.in_memory import Batch
 from raycl.distributed.device_copy import StateDownload
 from raycl.evaluation.embed import ROWS_AHEAD, embed
+from raycl.evaluation.knn import nearest
 from raycl.models.build import complete_spec, encoder_specs
 from raycl.models.encoder_io import ImageEncoder, TextEncoder
 from raycl.storage import Place
@@ -132,12 +133,20 @@ def evaluator_of(worker: Worker) -> Any:
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("name", ["simclr", "simcse", "two_tower", "clip"])
-def test_an_evaluator_measures(name: str, workers: int) -> None:
+def test_an_evaluator_measures(name: str, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[bool] = []
+
+    def noted(query: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        searched.append(is_on_device(query))
+        return nearest(query, *rest, **options)
+
+    monkeypatch.setattr("raycl.evaluation.search.nearest", noted)
     with pretended(workers):
         worker = Worker(CASES[name], workers)
         found = evaluator_of(worker).measure(worker.learner.tower, CUDA)
         baseline = evaluator_of(worker).baseline(CUDA)  # NCCL takes tensors of the device alone
     assert bool(baseline) == (name == "simclr")
+    assert searched == [True] * (name in ("two_tower", "clip"))
     if workers == 1:
         on_cpu = Worker(CASES[name], device=CPU)
         expected = evaluator_of(on_cpu).measure(on_cpu.learner.tower, CPU)
