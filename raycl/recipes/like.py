@@ -54,6 +54,7 @@ LIKE: dict[str, tuple[str, dict[str, Any]]] = {
             "optimizer.weight_decay": 0.2,
             "stages.0.epochs": 32,
             "stages.0.batch_size": 64,
+            "stages.0.learning_rate": 5e-4,
             "stages.0.learning_rate_scaling": "none",
             "stages.0.warmup_epochs": 3.2,  # the most; 10,000 steps there
         },
