@@ -96,8 +96,9 @@ def evaluate_retrieval(
 
     A set holds pairs of query and document, with an optional label: 0 for no match, 1 and above for
     grades of relevance. A query ignores the documents that match it in ``train``, and its own text. If
-    ``columns`` names ids (``query_id``, ``document_id``, ``negative_ids``), texts with an id in common are one query or
-    document, which is ranked once, by the best of its texts. Or a set holds images with captions: then both directions are evaluated within ``test``, and one caption of
+    ``columns`` names ids (``query_id``, ``document_id``, ``negative_ids``), texts with an id in common are one query
+    or document, and a document is ranked once, by the best of its texts. Or a set holds images with captions:
+    then both directions are evaluated within ``test``, and one caption of
     an image is enough for its recall. For a benchmark with judgments, give the sets ``queries``
     (``query_id``, ``query``) and ``documents`` (``document_id``, ``document``), and both ids with the
     label in ``test``.

@@ -38,9 +38,9 @@ def of_words(config: RunConfig) -> RunConfig:
 
 def of_other_encoder(config: RunConfig) -> RunConfig:
     """Return a recipe of pairs with the learning rate of ``simcse``, for an encoder other than a bag of subwords."""
-    (rate,) = (stage.learning_rate for stage in simcse().stages)
-    (stage,) = config.stages
-    return config.model_copy(update={"stages": (stage.model_copy(update={"learning_rate": rate}),)})
+    (stage,), (of_sentences,) = config.stages, simcse().stages
+    stage = stage.model_copy(update={"learning_rate": of_sentences.learning_rate})
+    return config.model_copy(update={"stages": (stage,)})
 
 
 def simcse(image_size: int = 224) -> RunConfig:

@@ -22,11 +22,11 @@ from raycl.training.views import Views
 @final
 @dataclass(frozen=True, kw_only=True)
 class BeforeStep:
-    """A run before one of its steps: the runner that makes it, the views of its batch, and those of ``coming`` steps.
+    """A run before one of its steps: the runner that makes it, the views of its batch, and the views of ``coming`` steps.
 
     ``checkpoint`` is the name of the checkpoint that the runner began from, None for the start of the run.
-    ``first_step`` is the number of the first step that the runner made, and ``learning_rates`` are those of all the
-    steps that it made, by step.
+    ``first_step`` is the number of the first step that the runner made, and ``learning_rates`` has the rate of
+    each step that it made, by step.
     """
 
     runner: StepRunner
@@ -45,7 +45,7 @@ def train_until(
     ``workers`` is the number of workers that made these steps, by default as the log has it.
 
     This process makes the steps of all workers of the run: see :mod:`raycl.training.virtual_workers`. Nothing is
-    written. The floating-point sums are those of one process, so that losses differ in the last digits from those of
+    written. The floating-point sums are those of one process, so that losses differ in the last digits from the losses of
     several workers, and the more so the more steps are made.
 
     Raises:
