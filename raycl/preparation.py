@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from raycl.arguments import check_type
 from raycl.config.overrides import override
 from raycl.data.click_logs import group_source, grouped_columns
-from raycl.data.columns import ColumnNames, UnlabeledColumnNames, check_labels
+from raycl.data.columns import ColumnNames, UnlabeledColumnNames, check_labels, is_text
 from raycl.data.decode import map_fragments
 from raycl.data.ids import is_missing, stable_id
+from raycl.data.images import stored_images
 from raycl.data.labels import NO_LABEL
 from raycl.data.read_stats import ReadStats
 from raycl.data.sources import (
@@ -66,7 +67,7 @@ def pack_rows(
     """Copy the ``columns`` of tars, CSV or JSONL files into parquet files, with the same ids; return the source.
 
     Without a column of ids, these are the numbers of the rows, in the column ``sample_id``. Texts become bytes, since
-    some may not be UTF-8; training counts those. Raises ``DataError`` for other or broken files, ``StorageError`` if
+    some may not be UTF-8; training counts those. Images that are named by paths are copied too. Raises ``DataError`` for other or broken files, ``StorageError`` if
     the output exists, ``ConfigError`` for less than a row per file.
     """
     _check_rows_per_file(rows_per_file)
@@ -130,6 +131,12 @@ def _row_tables(source: Source, fragment: Fragment) -> Iterator[pa.Table]:
             table = table.append_column(
                 "sample_id", pa.array(range(first, first + table.num_rows), pa.int64())
             )
+        image = source.columns.image
+        if image is not None and is_text(table[image].type):
+            images = stored_images(table[image], fragment.place.parent)
+            # A relative path would name no file in the folder of the copy.
+            copied = pa.array([each if isinstance(each, bytes) else None for each in images], pa.binary())
+            table = table.set_column(table.column_names.index(image), image, copied)
         yield table
 
 

@@ -399,10 +399,9 @@ def test_hugging_face_images_are_read_from_bytes_or_files(tmp_path: Path) -> Non
     assert [(pixels.tolist(), aspect) for pixels, aspect in decoded[:3]] == [
         (pixels.tolist(), aspect) for pixels, aspect in plain
     ]
-    elsewhere = "a path that is not absolute"
     assert [str(each) for each in decoded[3:]] == [
-        *("missing value", "missing value", elsewhere),
-        *("file not found", "file not found", elsewhere, elsewhere),
+        *("missing value", "missing value", "file not found", "file not found", "file not found"),
+        *("a path with '..' or a zero byte", "an address other than s3://bucket/name"),
     ]
 
 
@@ -414,17 +413,16 @@ def test_images_are_read_from_a_column_of_paths(tmp_path: Path, kind: pa.DataTyp
     paths = [tmp_path / "0.png", tmp_path / "1.png"]
     for path, content in zip(paths, contents, strict=True):
         path.write_bytes(content)
-    given = [*map(str, paths), None, "0.png", str(tmp_path / "gone.png")]
+    given = [*map(str, paths), None, "0.png", str(tmp_path / "gone.png"), ""]
     table = pa.table({"image": pa.array(given).cast(kind)})
     pq.write_table(table, tmp_path / "paths.parquet")
     [rows] = read(find_source(str(tmp_path / "paths.parquet")))
-    assert rows.values["image"][:3] == [*contents, None]
-    assert [str(each) for each in rows.values["image"][3:]] == [
-        "a path that is not absolute",
-        "file not found",
-    ]
+    assert rows.values["image"][:4] == [*contents, None, contents[0]]
+    assert str(rows.values["image"][4]) == "file not found"
+    assert rows.values["image"][5] is None
     of_table = RawRows.of_table(table, ColumnNames(), None)  # as of a Ray Dataset
     assert of_table.values["image"][:3] == [*contents, None]
+    assert str(of_table.values["image"][3]) == "a path that is not absolute"
 
 
 def test_missing_columns_and_columns_without_images_are_named(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -603,8 +604,80 @@ def test_captioned_images_are_read_from_their_paths(tmp_path: Path, ending: str)
     source = find_source(str(file), ColumnNames(image="filepath", caption="title"))
     [found] = [each for fragment in source.fragments for each in source.read(fragment)]
     assert found.values["image"][0] == b"a photo"
-    assert str(found.values["image"][1]) == "a path that is not absolute"
+    assert str(found.values["image"][1]) == "file not found"
     assert found.values["caption"] == [b"one, of two", b"two"]
+
+
+@pytest.mark.parametrize("ending", ["parquet", "csv", "tsv.gz", "jsonl", "arrow"])
+def test_relative_paths_of_images_count_from_the_folder_of_their_table(
+    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("one", "two"):
+        (tmp_path / "tables" / folder / "images").mkdir(parents=True)
+        (tmp_path / "tables" / folder / "images" / "a b.png").write_bytes(f"of {folder}".encode())
+        paths = ("images/a b.png", "./images/a b.png", "gone.png")
+        rows = [{"image": path, "caption": "a"} for path in paths]
+        write_rows(tmp_path / "tables" / folder / f"photos.{ending}", rows)
+    monkeypatch.chdir(tmp_path)
+    of_two = [b"of two", b"of two"]
+    for uri, expected in (
+        ("tables", [b"of one", b"of one", "file not found", *of_two, "file not found"]),
+        (f"tables/two/photos.{ending}", [*of_two, "file not found"]),
+        (f"tables/two/{{photos.{ending},photos.{ending}}}", [*of_two, "file not found"]),
+    ):
+        found = read(find_source(uri, ColumnNames(caption="caption")))["image"]
+        assert [each if isinstance(each, bytes) else str(each) for each in found] == expected
+
+
+def test_relative_paths_lead_to_no_other_folder(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"a photo")
+    (tmp_path / "below").mkdir()
+    os.mkfifo(tmp_path / "below" / "pipe")
+    causes = {
+        "../a.png": "a path with '..' or a zero byte",
+        "b/../../a.png": "a path with '..' or a zero byte",
+        "a\0.png": "a path with '..' or a zero byte",
+        "pipe": "file not found",
+        ".": "file not found",
+        "~/a.png": "file not found",
+        "http://host/a.png": "an address other than s3://bucket/name",
+        "s3://bucket?endpoint_override=other/a.png": "an address other than s3://bucket/name",
+        "s3://key:secret@bucket/a.png": "an address other than s3://bucket/name",
+    }
+    file = write_rows(tmp_path / "below" / "photos.parquet", [{"image": path} for path in causes])
+    assert [str(each) for each in read(find_source(str(file)))["image"]] == [*causes.values()]
+
+
+@pytest.mark.parametrize("ending", TABLES)
+def test_relative_paths_of_tables_with_versions_are_refused(ending: str, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"a photo")
+    rows = [{"image": "a.png"}, {"image": str(tmp_path / "a.png")}]
+    error, image = read(find_source(str(write_rows(tmp_path / f"photos.{ending}", rows))))["image"]
+    assert (str(error), image) == ("a path that is not absolute", b"a photo")
+
+
+def test_relative_paths_on_s3_count_from_the_folder_of_their_table(tmp_path: Path, s3_server: str) -> None:
+    place = Place(f"s3://{BUCKET}/{tmp_path.name}")
+    (place / "images/a b.png").write_bytes(b"a photo")
+    file = write_rows(tmp_path / "photos.csv", [{"image": "images/a b.png"}, {"image": "gone"}])
+    (place / file.name).write_bytes(file.read_bytes())
+    options = f"?endpoint_override={s3_server.removeprefix('http://')}&scheme=http"
+    for uri in ((place / file.name).uri, (place / file.name).uri + options):
+        image, error = read(find_source(uri))["image"]
+        assert (image, str(error)) == (b"a photo", "file not found")
+
+
+def test_packed_rows_have_the_images_of_relative_paths(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"a photo")
+    columns = ColumnNames(image="file", caption="title")
+    rows = [{"file": "a.png", "title": "a"}, {"file": "gone.png", "title": "b"}]
+    source = find_source(str(write_rows(tmp_path / "photos.csv", rows)), columns)
+    (tmp_path / "packed").mkdir()
+    pq.write_table(
+        pa.concat_tables(_row_tables(source, source.fragments[0])), tmp_path / "packed" / "a.parquet"
+    )
+    found = read(find_source(str(tmp_path / "packed"), columns))
+    assert (found["image"], found["caption"]) == ([b"a photo", None], [b"a", b"b"])
 
 
 def test_lists_and_numbers_as_images_and_long_lines_are_refused(

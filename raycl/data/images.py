@@ -184,8 +184,13 @@ def read_image(place: Place) -> bytes | InvalidImageError:
         raise
 
 
-def stored_images(column: pa.ChunkedArray) -> list[bytes | InvalidImageError | None]:
-    """Return the bytes of a column of structs or of paths; an image without bytes is read from its path."""
+def stored_images(
+    column: pa.ChunkedArray, folder: Place | None = None
+) -> list[bytes | InvalidImageError | None]:
+    """Return the bytes of a column of structs or of paths; an image without bytes is read from its path.
+
+    Relative paths lie below ``folder``.
+    """
     if is_image_struct(column.type):
         fields = dict(zip((field.name for field in column.type), column.flatten(), strict=True))
         contents, paths = fields["bytes"].to_pylist(), fields["path"]
@@ -193,21 +198,29 @@ def stored_images(column: pa.ChunkedArray) -> list[bytes | InvalidImageError | N
         contents, paths = [None] * len(column), column
     names = paths.cast(pa.binary()).to_pylist()  # text that is not UTF-8 must not stop the read
     with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(_bytes_or_file, contents, names))
+        return list(pool.map(lambda image, name: _bytes_or_file(image, name, folder), contents, names))
 
 
-def _bytes_or_file(image: bytes | None, name: bytes | None) -> bytes | InvalidImageError | None:
-    if image is not None or name is None:
+def _bytes_or_file(
+    image: bytes | None, name: bytes | None, folder: Place | None
+) -> bytes | InvalidImageError | None:
+    if image is not None or not name:
         return image
     path = name.decode(errors="replace")
-    absolute = _ABSOLUTE.fullmatch(path)
-    if absolute is None or ".." in path.split("/"):
+    if absolute := _ABSOLUTE.fullmatch(path):
+        root, path = absolute.groups()
+        folder = Place(root or "/")
+    elif "://" in path:
+        return InvalidImageError("an address other than s3://bucket/name")
+    if ".." in path.split("/") or "\0" in path:
+        return InvalidImageError("a path with '..' or a zero byte")
+    if folder is None:
         return InvalidImageError("a path that is not absolute")
-    root, below = absolute.groups()
+    place = folder / path
     # A read from a device or a pipe would never end.
-    if not root and not os.path.isfile(path):
+    if place.is_local and not os.path.isfile(place.uri):
         return InvalidImageError("file not found")
-    return read_image(Place(root or "/") / below)
+    return read_image(place)
 
 
 def _resized(image: Image.Image, size: int) -> NDArray[np.uint8]:

@@ -47,6 +47,7 @@ _ENOUGH_PARTS = 256  # of large row groups in all files, to read in parallel
 _PARQUET = ParquetTables()
 _PARQUET_MARK = b"PAR1"  # the first bytes of each file
 _LANCE = LanceTables()
+_VERSIONED = ("delta", "iceberg", "lance")  # their files may move when the table is compacted
 _READERS: tuple[TableFormat, ...] = (_PARQUET, CsvTables(), JsonTables(), ArrowTables(), TarTables(), _LANCE)
 _FORMATS: dict[str, TableFormat] = {
     **{each.name: each for each in _READERS},
@@ -118,9 +119,13 @@ class RawRows:
         *,
         ids: NDArray[np.int64] | None = None,
         where: list[str] | None = None,
+        folder: Place | None = None,
     ) -> "RawRows":
-        """Return the rows of a table; without an id column their ids are ``ids``, or hashes of the contents."""
-        values = values_of(table, columns)
+        """Return the rows of a table; without an id column their ids are ``ids``, or hashes of the contents.
+
+        Relative paths of images lie below ``folder``.
+        """
+        values = values_of(table, columns, folder)
         if columns.sample_id is not None:
             ids = stable_ids(table[columns.sample_id].to_pylist())
         elif ids is None:
@@ -248,6 +253,7 @@ class Source:
     def _read_table(self, fragment: Fragment) -> Iterator[RawRows]:
         named = (*self.columns.contents.values(), self.columns.label, self.columns.sample_id)
         file = fragment.place.name
+        folder = None if self.kind in _VERSIONED else fragment.place.parent
         for first, table in self.tables(fragment, list(dict.fromkeys(name for name in named if name))):
             position = np.arange(first, first + table.num_rows, dtype=np.int64)
             yield RawRows.of_table(
@@ -256,6 +262,7 @@ class Source:
                 self.classes,
                 ids=position - fragment.start + fragment.first_id,
                 where=[f"{file} row {row}" for row in position.tolist()],
+                folder=folder,
             )
 
 
@@ -583,8 +590,8 @@ def _check_columns(
     return found
 
 
-def values_of(table: pa.Table, columns: ColumnNames) -> dict[str, list[Any]]:
-    """Return the contents of a table by role; images of structs and of paths become bytes.
+def values_of(table: pa.Table, columns: ColumnNames, folder: Place | None = None) -> dict[str, list[Any]]:
+    """Return the contents of a table by role; images of structs and of paths, relative to ``folder``, become bytes.
 
     From Arrow: NumPy would turn integers into floats if one is missing, and so merge large ids.
     """
@@ -592,7 +599,7 @@ def values_of(table: pa.Table, columns: ColumnNames) -> dict[str, list[Any]]:
     for role, name in columns.contents.items():
         kind = table[name].type
         are_files = role == "image" and (is_image_struct(kind) or is_text(kind))
-        values[role] = (stored_images if are_files else plain_values)(table[name])
+        values[role] = stored_images(table[name], folder) if are_files else plain_values(table[name])
     return values
 
 
