@@ -12,19 +12,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from raycl import load_encoder
+from raycl import config_to_yaml, load_encoder, override
 from raycl.data.columns import ColumnNames
 from raycl.errors import DataError, RunError
 from raycl.evaluation.classification import evaluate
 from raycl.inference import embed, reading
 from raycl.inference.embed import embed_dataset, embed_to_parquet, embed_values
 from raycl.inference.encoder import read_encoder
+from raycl.inference.preflight import allowed_invalid_fraction
 from raycl.inference.reading import MAX_BYTES, connect_unless_small
 from raycl.models.encoder_io import SavedEncoder, save_encoder
 from raycl.models.registry import OWN
 from raycl.models.specs import ImageEncoderSpec
 from raycl.preparation import pack_images
 from raycl.ray_runtime import NEW_NODE_S
+from raycl.recipes import recipe
 from raycl.storage import Place
 from tests.encoders import write_images_run
 from tests.images import digit_files, write_digits
@@ -89,6 +91,33 @@ def test_too_many_broken_images_leave_nothing_behind(
     with pytest.raises(DataError, match="50 of 100 rows are invalid"):
         embed_to_parquet(run, data, tmp_path / "rows", quiet=True)
     assert not (tmp_path / "rows").exists()
+
+
+def test_a_set_may_have_as_many_broken_images_as_the_run_allowed(
+    tmp_path: Path, connected: list[str | None]
+) -> None:
+    run = write_images_run(tmp_path / "run", "resnet10", width=0.125, representation_dim=64)
+    config = override(recipe("simclr"), {"data.max_invalid_fraction": 0.5})
+    (tmp_path / "run" / "config.yaml").write_text(config_to_yaml(config))
+    data = str(write_digits(tmp_path / "digits.parquet", 100, broken=40))
+    assert embed_to_parquet(run, data, tmp_path / "rows", quiet=True).num_invalid == 40
+    assert evaluate("knn", run=run, train=data, test=data, quiet=True)["num_test"] == 60
+    with pytest.raises(DataError, match=r"more than the fraction 0.3 allowed"):
+        embed_to_parquet(run, data, tmp_path / "fewer", max_invalid_fraction=0.3, quiet=True)
+    with pytest.raises(DataError, match=r"more than the fraction 0.3 allowed"):
+        evaluate("knn", run=run, train=data, test=data, max_invalid_fraction=0.3, quiet=True)
+    (tmp_path / "run" / "config.yaml").write_text("of another program")
+    with pytest.raises(DataError, match=r"more than the fraction 0.01 allowed"):
+        embed_to_parquet(run, data, tmp_path / "fewer", quiet=True)
+
+
+def test_a_checkpoint_allows_as_many_broken_images_as_its_run(tmp_path: Path) -> None:
+    config = override(recipe("simclr"), {"data.max_invalid_fraction": 0.5})
+    (tmp_path / "config.yaml").write_text(config_to_yaml(config))
+    checkpoint = tmp_path / "checkpoints" / "step-1"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.pt").write_bytes(b"")
+    assert [allowed_invalid_fraction(str(each)) for each in (tmp_path, checkpoint)] == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("measure", ["knn", "linear"])

@@ -25,7 +25,7 @@ from raycl.evaluation.raw_pixels import BASELINE_SIZE, are_gray, raw_pixels
 from raycl.gpus import available_cores
 from raycl.inference.embed import columns_for, embedded_tables, formats_of, representations, row_bytes
 from raycl.inference.encoder import read_encoders
-from raycl.inference.preflight import check_options
+from raycl.inference.preflight import allowed_invalid_fraction, check_options
 from raycl.inference.reading import connect_unless_small, counting_decoder, read_images, report_unread
 from raycl.models.encoder_io import ImageEncoder
 from raycl.models.specs import ImageEncoderSpec
@@ -61,7 +61,7 @@ def evaluate(
     labels_per_class: int | None = None,
     baseline: bool = True,
     gpu: bool = False,
-    max_invalid_fraction: float = 0.01,
+    max_invalid_fraction: float | None = None,
     seed: int | None = None,
     address: str | None = None,
     quiet: bool = False,
@@ -70,7 +70,7 @@ def evaluate(
     """Classify ``test`` by the labels of ``train``, with the encoder of ``run``.
 
     ``k`` (200 by default) and ``temperature`` (0.07) are of the measure ``knn``, ``labels_per_class`` (all labels) and
-    ``seed`` (0) of ``linear``.
+    ``seed`` (0) of ``linear``. ``max_invalid_fraction`` is the run's by default.
 
     Returns ``measure``, ``top1``, ``num_train``, ``num_test`` and ``baseline``: the same measure on raw pixels
     of at most 32 per side, with the mean image subtracted, of a sample of large sets. It is left out, with a line on
@@ -111,7 +111,7 @@ def evaluate(
             formats_of(encoder),
             num_rows=sources[name].num_rows,
             title=f"embedding the {name} set",
-            max_invalid_fraction=max_invalid_fraction,
+            max_invalid_fraction=allowed_invalid_fraction(run, max_invalid_fraction),
             quiet=quiet,
         ) as decoder:
             has_pixels = isinstance(encoder, ImageEncoder) and encoder.spec.image_format() == _pixels_of(

@@ -24,7 +24,7 @@ from raycl.distributed.device_copy import upload
 from raycl.evaluation.embed import embed
 from raycl.inference.encoder import read_encoders
 from raycl.inference.index import write_index
-from raycl.inference.preflight import check_index, check_inputs, check_values
+from raycl.inference.preflight import allowed_invalid_fraction, check_index, check_inputs, check_values
 from raycl.inference.reading import connect_unless_small, counted_rows, counting_decoder, report_unread
 from raycl.lease import writing_new
 from raycl.models.encoder_io import ImageEncoder, SavedEncoder, TextEncoder
@@ -48,7 +48,7 @@ def embed_to_parquet(
     index: Literal["faiss"] | None = None,
     network: nn.Module | None = None,
     gpu: bool = False,
-    max_invalid_fraction: float = 0.01,
+    max_invalid_fraction: float | None = None,
     address: str | None = None,
     quiet: bool = False,
     debug: bool = False,
@@ -60,14 +60,14 @@ def embed_to_parquet(
     ``document_id`` if ``columns`` names them, as the numbers that a run compares. ``side`` selects one of two towers.
     ``index="faiss"`` also writes ``_index.faiss`` to the folder: an exact FAISS index of the rows by cosine, whose
     ids are the sample ids. This process then holds all representations in memory once. A run that trained your own
-    module needs it as ``network``. Returns the read statistics, with invalid rows by cause. Raises ``StorageError``
+    module needs it as ``network``. ``max_invalid_fraction`` is the run's by default. Returns the read statistics, with invalid rows by cause. Raises ``StorageError``
     if the output exists, ``ConfigError`` if FAISS is not installed or no GPU comes for ``gpu``, and ``DataError`` for a
     folder of splits or if
     too many rows are invalid, which leaves nothing at the output.
     """
     check_index(index)
     check_type("columns", columns, ColumnNames, optional=True)
-    check_type("max_invalid_fraction", max_invalid_fraction, float)
+    check_type("max_invalid_fraction", max_invalid_fraction, float, optional=True)
     check_values({"max_invalid_fraction": max_invalid_fraction})
     run, data, output = as_address("run", run), as_address("data", data), as_address("output", output)
     check_inputs(run, side=side, data=[data], output=output, gpu=gpu, address=address)
@@ -82,7 +82,7 @@ def embed_to_parquet(
             {**formats_of(encoder), **{role: IdFormat() for role in IDS if role in source.columns.contents}},
             num_rows=source.num_rows,
             title="embedding",
-            max_invalid_fraction=max_invalid_fraction,
+            max_invalid_fraction=allowed_invalid_fraction(run, max_invalid_fraction),
             quiet=quiet,
         ) as decoder:
             if ray.is_initialized():

@@ -1,18 +1,21 @@
 """Checks of commands on a trained run that need neither torch nor Ray."""
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
 from raycl.arguments import check_type
+from raycl.config.overrides import config_from_yaml
+from raycl.config.schema import DataConfig
 from raycl.data.columns import ColumnNames
 from raycl.data.sources import check_exists, check_output_is_outside
 from raycl.errors import ConfigError, StorageError, first_line
 from raycl.gpus import are_missing, check_gpu
 from raycl.lease import check_absent
 from raycl.models.registry import SPEC, SideName, check_side
-from raycl.records import CHECKPOINT_LIST, CHECKPOINTS, STATE
+from raycl.records import CHECKPOINT_LIST, CHECKPOINTS, CONFIG, STATE
 from raycl.storage import Place, absolute
 
 _OF_LABELS = {"baseline": bool, "max_invalid_fraction": float}
@@ -100,6 +103,21 @@ def has_checkpoint(run: str | os.PathLike[str]) -> bool:
     """Whether the run saved a checkpoint, or is the folder of one."""
     place = Place(absolute(run))
     return (place / CHECKPOINTS / CHECKPOINT_LIST).exists() or (place / STATE).exists()
+
+
+def allowed_invalid_fraction(run: str, asked: float | None = None) -> float:
+    """Return the largest fraction of invalid rows: the one ``asked`` for, else the run's.
+
+    An encoder is also used without the run's configuration, and then the default counts.
+    """
+    if asked is not None:
+        return asked
+    place = Place(absolute(run))
+    place = (place.parent.parent if (place / STATE).exists() else place) / CONFIG
+    if place.exists():
+        with contextlib.suppress(ConfigError):
+            return config_from_yaml(place.read_text(), trained=True).data.max_invalid_fraction
+    return DataConfig().max_invalid_fraction
 
 
 def check_inputs(
