@@ -88,9 +88,12 @@ def with_new_hashes(run: Path) -> None:
     (run / "result.json").write_text(json.dumps(result | {"chain": heads[-1]}))
 
 
-def test_an_untouched_run_passes_all_checks_to_six_digits(run: Path) -> None:
+def test_an_untouched_run_passes_all_checks_to_six_digits(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = raycl.certify(run, steps=99)
     assert found.is_valid, str(found)
+    assert capsys.readouterr().err.splitlines()[-1] == "computing steps again 6/6  steps"
     assert [check.name for check in found.checks] == [
         "chain",
         "files",

@@ -12,6 +12,7 @@ from raycl.chain import CHAIN, START
 from raycl.errors import ConfigError, DataError
 from raycl.gpus import available_cores
 from raycl.losses.objective import Partition, StoreBatch
+from raycl.progress import ProgressLine
 from raycl.records import complete_checkpoints
 from raycl.step_replay.check_history import ChainedHistory
 from raycl.step_replay.restore import BeforeStep, train_until
@@ -58,7 +59,16 @@ class RecomputedSteps:
         """Compute about this many steps again, chosen at random, and compare their losses with the recorded ones."""
         groups, refused = list(self._recomputable()), ""
         random.SystemRandom().shuffle(groups)
-        with prepared_process(available_cores()):
+        there = sum(len(losses) for _, losses in groups)
+        wanted = min(num_steps, there)
+
+        def progress() -> tuple[int, int, str]:
+            return len(self.steps), max(len(self.steps), wanted), "steps"  # successive ones may be one more
+
+        with (
+            prepared_process(available_cores()),
+            ProgressLine("computing steps again", progress, quiet=not wanted),
+        ):
             for start, losses in groups:
                 if len(self.steps) < num_steps:
                     try:
@@ -75,7 +85,6 @@ class RecomputedSteps:
             )
         if refused and not self.steps:
             raise ConfigError(refused)
-        there = sum(len(losses) for _, losses in groups)
         return f"{len(self.steps)} of {there} steps next to a checkpoint that is left, or to the start"
 
     def _recomputable(self) -> Iterator[tuple[dict[str, Any], dict[int, float]]]:
