@@ -246,6 +246,13 @@ def helper_actor(kind: type, **options: Any) -> Any:
     return ray.remote(num_cpus=0, scheduling_strategy=here, **options)(kind)
 
 
+def kill_actors(*actors: Any) -> None:
+    """Kill actors at the end of their use; if Ray is gone, so are they, and the error that ended the use is not replaced."""
+    for actor in actors:
+        with contextlib.suppress(exceptions.RayError):
+            ray.kill(actor)
+
+
 def object_store_bytes() -> float:
     """Return the object store of the smallest node, in bytes."""
     return min(node["Resources"].get("object_store_memory", 0.0) for node in ray.nodes() if node["Alive"])

@@ -1,5 +1,6 @@
 """Starting and joining Ray: the joined cluster, its resources, and the environment of its processes."""
 
+import contextlib
 import inspect
 import itertools
 import os
@@ -10,10 +11,12 @@ import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from ray._private import utils
 from ray._private.node import Node
+from ray.exceptions import RaySystemError
 from ray.train.v2._internal.constants import ENABLE_PREEMPTION_WATCHER_ENV_VAR
 
 from raycl import ray_runtime
@@ -27,6 +30,9 @@ from raycl.ray_runtime import (
     prestart_ray,
     require_single,
 )
+from raycl.recipes import recipe
+from raycl.storage import Place
+from raycl.training import banks, coordinator, encoder_pool
 
 JOINED = SimpleNamespace(dashboard_url="")
 
@@ -338,3 +344,28 @@ def test_the_cpus_of_all_workers_fit_and_are_counted_exactly(
         assert workers * cpus + spare_cpus <= have
         assert sum([cpus] * workers) // cpus == workers  # as Ray Train counts what is reserved
         assert cpus == 1.0 or (workers * (cpus + 1 / 16) + spare_cpus) > have
+
+
+@pytest.mark.parametrize("owner", ["coordinator", "bank", "pool"])
+def test_the_end_of_ray_does_not_hide_the_error_that_it_caused(
+    owner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill(actor: object) -> None:
+        raise RaySystemError("Ray has not been started yet")
+
+    actor, spec = MagicMock(), SimpleNamespace(detached=False)
+    monkeypatch.setattr("ray.kill", kill)
+    monkeypatch.setattr("ray.put", lambda value: value)
+    for module in (coordinator, encoder_pool):
+        monkeypatch.setattr(module, "helper_actor", lambda kind, **_: actor)
+    monkeypatch.setattr(banks, "bank_spec", lambda *_, **__: spec)
+    monkeypatch.setattr(banks, "start_bank", lambda *_, **__: bank.Bank(spec, [actor, actor]))  # pyright: ignore
+    monkeypatch.setattr(banks, "_report", lambda *_: None)
+    job: Any = MagicMock(config=recipe("moco_v2"), output=Place("run"))
+    opened: dict[str, contextlib.AbstractContextManager[Any]] = {
+        "coordinator": coordinator.start_coordinator(),
+        "bank": banks.open_bank(job, print),
+        "pool": encoder_pool.start_pool(MagicMock(), least=1, most=1, resources={}),
+    }
+    with pytest.raises(RunError, match="the cause"), opened[owner]:
+        raise RunError("the cause")

@@ -35,7 +35,7 @@ from raycl.negatives.snapshot import (
 from raycl.negatives.spec import BankSpec
 from raycl.negatives.stats import BankStats, ShardStats, sum_up
 from raycl.negatives.store import Negatives, checked_ids, concatenate, named
-from raycl.ray_runtime import ambiguous_rays, connect
+from raycl.ray_runtime import ambiguous_rays, connect, kill_actors
 
 NAMESPACE = "raycl"
 Arguments = TypeVarTuple("Arguments")
@@ -134,8 +134,7 @@ class Bank:
 
     def stop(self) -> None:
         """Kill the actors; the snapshots stay."""
-        for actor in self.actors:
-            ray.kill(actor)
+        kill_actors(*self.actors)
 
     def negatives(self) -> Negatives:
         """Return a copy of all rows in the order of slots."""

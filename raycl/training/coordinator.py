@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
 from raycl.data.read_stats import ReadStats
-from raycl.ray_runtime import helper_actor
+from raycl.ray_runtime import helper_actor, kill_actors
 from raycl.tracking.prometheus import Exporter, Reading
 
 if TYPE_CHECKING:
@@ -234,4 +234,4 @@ def start_coordinator(tags: Mapping[str, str] | None = None) -> Iterator[Any]:
             yield coordinator
         finally:
             # Ray Data and Ray Train hold references to it until the driver ends.
-            ray.kill(coordinator)
+            kill_actors(coordinator)

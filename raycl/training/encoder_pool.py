@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ray.exceptions import ObjectLostError, OwnerDiedError, RayError, RayTaskError
 
 from raycl.errors import first_line, last_line
-from raycl.ray_runtime import helper_actor, without_stderr
+from raycl.ray_runtime import helper_actor, kill_actors, without_stderr
 
 # An encoder without an answer counts as lost after this time, or a multiple of the longest answer so far; Ray
 # notices dead nodes earlier.
@@ -422,4 +422,4 @@ def start_pool(
     try:
         yield EncoderPool(actor, ray.put(build))
     finally:
-        ray.kill(actor)
+        kill_actors(actor)

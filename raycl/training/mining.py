@@ -22,7 +22,7 @@ from raycl.errors import ConfigError
 from raycl.models.towers import Towers
 from raycl.negatives.bank import Bank
 from raycl.negatives.spec import BankSpec
-from raycl.ray_runtime import helper_actor, without_stderr
+from raycl.ray_runtime import helper_actor, kill_actors, without_stderr
 from raycl.training.corpus import Corpus, corpus_of_run
 from raycl.training.encoder_pool import EncoderPool
 from raycl.training.growing_corpus import GrowingCorpus, table_of_bytes, unknown
@@ -109,7 +109,7 @@ def start_miner(
         try:
             yield miner, pool
         finally:
-            ray.kill(miner)
+            kill_actors(miner)
 
 
 @final
