@@ -180,6 +180,19 @@ def test_a_run_on_one_class_has_no_periodic_knn_and_says_so(labels: list[int], s
     assert not says or notices[0].args == ("all labels are 1 (a negative one is missing): no periodic kNN",)
 
 
+@pytest.mark.parametrize("num_held_out", [0, 1])
+def test_a_run_with_too_few_held_out_rows_has_no_periodic_knn_and_says_so(num_held_out: int) -> None:
+    table = pa.table({"sample_id": np.arange(40), "label": np.arange(40) % 2})
+    holdout = SimpleNamespace(
+        is_reference=lambda ids: ids >= num_held_out, is_test=lambda ids: ids < num_held_out
+    )
+    job: Any = SimpleNamespace(is_evaluated=True, holdout=holdout, coordinator=MagicMock())
+    evaluator = build_evaluator(job, recipe_of("simclr"), InMemoryDataset([table], {}), MagicMock())
+    notices = [each.args for each in job.coordinator.add_notice.remote.call_args_list]
+    says = "0 held-out labeled rows and 40 to compare them with are too few for 1 worker: no periodic kNN"
+    assert (evaluator is None, notices) == ((False, []) if num_held_out else (True, [(says,)]))
+
+
 def test_held_out_pairs_that_are_trained_on_are_not_evaluated() -> None:
     config = small_config()
     #                 trained      held out

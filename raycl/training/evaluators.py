@@ -213,13 +213,10 @@ def build_evaluator(
         bank, test = bank.labeled(), test.labeled()
     if config.data.kind == "pairs":
         test = _without_trained(job, test, rows.where(job.holdout.is_train))
-    if min(len(bank), len(test)) < num_workers():
-        return None
-    if not config.has_two_towers and len(classes := np.unique(bank.label)) == 1:
+    if reason := _why_not_evaluated(config, bank, test):
         if rank() == 0:
-            job.coordinator.add_notice.remote(
-                f"all labels are {classes[0]} (a negative one is missing): no periodic kNN"
-            )
+            measure = "recall" if config.has_two_towers else "kNN"
+            job.coordinator.add_notice.remote(f"{reason}: no periodic {measure}")
         return None
     precision = config.tower_precision
     if config.has_two_towers:
@@ -230,6 +227,19 @@ def build_evaluator(
     return KnnEvaluator(
         bank=bank, test=test, transform=transform, k=k, temperature=temperature, precision=precision
     )
+
+
+def _why_not_evaluated(config: RunConfig, bank: InMemoryDataset, test: InMemoryDataset) -> str:
+    """Return why these rows cannot be compared; empty if they can be."""
+    if min(len(bank), len(test)) < num_workers():
+        rows = "pairs" if config.has_two_towers else "labeled rows"
+        workers = f"{num_workers()} worker{'s' if num_workers() > 1 else ''}"
+        return (
+            f"{len(test):,} held-out {rows} and {len(bank):,} to compare them with are too few for {workers}"
+        )
+    if not config.has_two_towers and len(classes := np.unique(bank.label)) == 1:
+        return f"all labels are {classes[0]} (a negative one is missing)"
+    return ""
 
 
 def _without_trained(job: Job, test: InMemoryDataset, train: InMemoryDataset) -> InMemoryDataset:

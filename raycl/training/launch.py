@@ -49,7 +49,8 @@ class RunResult(Displayable):
     not use. ``flat_images`` counts images whose pixels all have the same value; the run uses them. ``data_sets``
     has the same counts, and the steps, of each of several data sets. ``goodput`` is the time of steps that counted
     over all time; ``failures`` are the losses of a group of workers, with the time and the steps that each one cost.
-    ``chain`` is the hash of the last link of ``chain.jsonl``.
+    ``chain`` is the hash of the last link of ``chain.jsonl``. ``notices`` are the lines that the run reported while it
+    trained, such as the reason why it was not evaluated.
     """
 
     output: str
@@ -65,6 +66,7 @@ class RunResult(Displayable):
     goodput: float = 0.0
     failures: list[dict[str, Any]] = field(default_factory=list)
     chain: str = ""
+    notices: list[str] = field(default_factory=list)
     data_sets: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def to_table(self) -> Table:
@@ -298,6 +300,7 @@ def _write_result(run: ValidatedRun, data: DataModule, final: dict[str, Any], co
         goodput=final.pop("goodput"),
         failures=failures(run.output),
         chain=final.pop("chain"),
+        notices=ray.get(coordinator.notices.remote()),
         data_sets=data.counts(final.pop("data_set_steps")),
     )
     run.lease.check()

@@ -66,13 +66,11 @@ def _train(config: RunConfig, output: str, sources: Sequence[Source]) -> Measure
     began, data = time.monotonic(), [source.uri for source in sources]
     result = train(config, output=output, data=data, sources=sources, quiet=True)
     if config.evaluation_metric not in result.final:
-        cause = (
-            "pairs are held out, or all of them are training pairs as well; give more pairs"
-            if config.has_two_towers
-            else "labeled rows are held out, or all labels are the same; give more rows, with labels of several classes"
-        )
+        reasons = "; ".join(result.notices) or "the run reported no reason"
+        needed = "pairs" if config.has_two_towers else "rows with labels of several classes"
         raise DataError(
-            f"the run measured no {config.evaluation_metric} to compare trials by: too few {cause}"
+            f"the run measured no {config.evaluation_metric} to compare trials by: {reasons}; "
+            f"give more {needed}"
         )
     overhead_s = time.monotonic() - began - result.seconds
     return Measured(result.final[config.evaluation_metric], overhead_s, result.samples_per_second)
