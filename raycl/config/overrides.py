@@ -109,6 +109,8 @@ def _read_yaml(text: str) -> Any:
         return None if node is None else loader.construct_document(node)
     except RecursionError:
         raise yaml.YAMLError("it is nested too deeply") from None
+    except ValueError as error:  # such as a date without a day, or a number of thousands of digits
+        raise yaml.YAMLError(error) from None
     finally:
         loader.dispose()
 
@@ -278,7 +280,7 @@ def parse_setting(setting: str) -> tuple[str, Any]:
         )
     try:
         return path.strip(), _read_yaml(value)
-    except (yaml.YAMLError, ValueError):
+    except yaml.YAMLError:
         raise ConfigError(f"--set {path}: {value!r} is not valid YAML; quote it") from None
 
 
@@ -296,7 +298,7 @@ def _set(values: Any, path: str, value: Any) -> None:
 def _child(values: Any, name: str, path: str) -> Any:
     """Return the key or index ``name``; it must exist, except within free-form arguments."""
     if isinstance(values, list):
-        if not (name.isdigit() and values and int(name) <= len(values)):
+        if not (name.isdecimal() and values and int(name) <= len(values)):
             raise ConfigError(f"unknown key {path}: {name!r} is not an index from 0 to {len(values)}")
         if int(name) == len(values):
             values.append(copy.deepcopy(values[-1]))  # a new stage starts as a copy of the last
