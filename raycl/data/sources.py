@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import posixpath
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -438,11 +439,11 @@ def _folder_source(uri: str, files: list[str]) -> Source:
 
 
 def _endings(paths: Iterable[str]) -> tuple[tuple[str, int], ...]:
-    return tuple(sorted(Counter(map(_ending, paths)).items()))
+    return tuple(sorted(Counter(_ending(path) or "without an ending" for path in paths).items()))
 
 
 def _ending(path: str) -> str:
-    return f".{path.rpartition('.')[2].lower()}"
+    return posixpath.splitext(path)[1].lower()
 
 
 def _class_folders(root: Place, paths: list[str]) -> tuple[str, ...] | None:
