@@ -100,6 +100,8 @@ INVALID = {  # a recipe and its settings, and what the error says
     "simclr stages.\u00b2.steps=5": ["unknown key", "is not an index from 0 to 1"],
     "simclr augment.flip=1.5": ["augment.flip", "1.5"],
     "simclr augment.crop_scale=[0.9,0.1]": ["augment.crop_scale", "ascend"],
+    "simclr augment.mean=[.nan,0,0]": ["augment.mean", "finite", "got nan"],
+    "simclr stages.1.loss=siglip stages.1.bias=-.inf": ["stages.1.bias", "finite", "got -inf"],
     "simclr augment.mean=[0.5]": ["augment.mean", "3 channels"],
     "simclr optimizer.name=adam": ["optimizer.name", "'adamw'", "'adam'"],
     "simclr data.channels=2": ["data.channels", "got 2"],

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self, final
 
 from pydantic import Field, field_validator, model_validator
 
-from raycl.config.schema import Count, Fraction, NotNegative, Positive, Section
+from raycl.config.schema import Count, Finite, Fraction, NotNegative, Positive, Section
 from raycl.loss_specs import LOSSES, MIXED, join_names
 
 
@@ -64,7 +64,7 @@ class Stage(Section):
     temperature: Positive = 0.1
     """Divisor of the cosines in a cross-entropy; 0.1 as in SimCLR."""
 
-    bias: float = -10.0
+    bias: Finite = -10.0
     """Bias of ``siglip``, with the paper's initial value; learned with ``learn_temperature``."""
 
     logq_correction: Literal["none", "simple", "refined"] = "none"
