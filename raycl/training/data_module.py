@@ -163,7 +163,7 @@ class DataModule:
             )
         else:
             kept_whole = fragments_kept_whole(self._config, self._first.source)
-            uri = self._first.fragments[0].uri
+            uri = self._first.source.fragments[0].uri
             ray.get(self._coordinator.restore_rows.remote(output / READ_ROWS, uri))
             decoder = replace(decoder, fingerprints=True)
             opened = stream_source(self._first.source, decoder, seed=seed, kept_whole=kept_whole)
