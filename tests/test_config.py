@@ -442,6 +442,12 @@ def test_a_file_without_a_run_configuration_is_refused(text: str) -> None:
         config_from_yaml(text, name="mine.yaml")
 
 
+def test_a_key_that_a_file_gives_twice_is_refused() -> None:
+    text = config_to_yaml(recipe("simclr", image_size=32))
+    with pytest.raises(ConfigError, match="run.yaml is not valid YAML: it gives 'optimizer' twice"):
+        config_from_yaml(f"{text}optimizer: {{name: sgd}}\n", name="run.yaml")
+
+
 @pytest.mark.parametrize("value", ["2020-13-01", "0x_", "9" * 5_000])
 def test_a_value_that_yaml_cannot_read_is_refused_in_one_line(value: str) -> None:
     with pytest.raises(ConfigError, match=r"^run\.yaml is not valid YAML: [^\n]+$"):
