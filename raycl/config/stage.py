@@ -155,7 +155,5 @@ class Stage(Section):
     def peak_learning_rate(self) -> float:
         """The learning rate at this stage's batch size."""
         ratio = self.batch_size / 256
-        return (
-            self.learning_rate
-            * {"linear": ratio, "square_root": ratio**0.5, "none": 1.0}[self.learning_rate_scaling]
-        )
+        factors = {"linear": ratio, "square_root": ratio**0.5, "none": 1.0}
+        return self.learning_rate * factors[self.learning_rate_scaling]

@@ -238,11 +238,8 @@ class Source:
             ids = np.arange(start, start + len(paths), dtype=np.int64) + fragment.first_id
             wanted = [True] * len(paths) if keep is None else keep(ids).tolist()
             with ThreadPoolExecutor(8) as pool:
-                images = list(
-                    pool.map(
-                        lambda path, is_read: read_image(root / path) if is_read else None, paths, wanted
-                    )
-                )
+                read = pool.map(lambda path, kept: read_image(root / path) if kept else None, paths, wanted)
+                images = list(read)
             labels = np.array(fragment.labels[start : start + 256] or [NO_LABEL] * len(paths), np.int64)
             yield RawRows(values={"image": images}, sample_id=ids, label=labels, where=list(paths))
 
