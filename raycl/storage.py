@@ -373,7 +373,8 @@ def check_address(uri: str) -> None:
 def absolute(uri: str | os.PathLike[str]) -> str:
     """Make a local path absolute: Ray's processes run in other folders."""
     text = os.fspath(uri)
-    return text if "://" in text else str(Path(text).expanduser().absolute())
+    # Unlike Path.expanduser, this leaves the name of an unknown user as it is.
+    return text if "://" in text else str(Path(os.path.expanduser(text)).absolute())
 
 
 def parse_object(text: str | bytes) -> dict[str, Any] | None:

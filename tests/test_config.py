@@ -97,8 +97,11 @@ INVALID = {  # a recipe and its settings, and what the error says
     "simclr stages.0.steps=5": ["stages.0", "exactly one of epochs and steps"],
     "simclr stages.0.image_size=4": ["stages.0.image_size", "8", "got 4"],
     "simclr stages.2.steps=5": ["unknown key stages.2.steps: '2' is not an index from 0 to 1"],
+    "simclr stages.\u00b2.steps=5": ["unknown key", "is not an index from 0 to 1"],
     "simclr augment.flip=1.5": ["augment.flip", "1.5"],
     "simclr augment.crop_scale=[0.9,0.1]": ["augment.crop_scale", "ascend"],
+    "simclr augment.mean=[.nan,0,0]": ["augment.mean", "finite", "got nan"],
+    "simclr stages.1.loss=siglip stages.1.bias=-.inf": ["stages.1.bias", "finite", "got -inf"],
     "simclr augment.mean=[0.5]": ["augment.mean", "3 channels"],
     "simclr optimizer.name=adam": ["optimizer.name", "'adamw'", "'adam'"],
     "simclr data.channels=2": ["data.channels", "got 2"],
@@ -437,6 +440,18 @@ def test_a_missing_key_is_named() -> None:
 def test_a_file_without_a_run_configuration_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         config_from_yaml(text, name="mine.yaml")
+
+
+def test_a_key_that_a_file_gives_twice_is_refused() -> None:
+    text = config_to_yaml(recipe("simclr", image_size=32))
+    with pytest.raises(ConfigError, match="run.yaml is not valid YAML: it gives 'optimizer' twice"):
+        config_from_yaml(f"{text}optimizer: {{name: sgd}}\n", name="run.yaml")
+
+
+@pytest.mark.parametrize("value", ["2020-13-01", "0x_", "9" * 5_000])
+def test_a_value_that_yaml_cannot_read_is_refused_in_one_line(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"^run\.yaml is not valid YAML: [^\n]+$"):
+        config_from_yaml(f"seed: {value}", name="run.yaml")
 
 
 def test_an_unknown_recipe_is_refused_with_a_list_of_recipes() -> None:

@@ -212,6 +212,16 @@ def test_class_folders_define_labels_and_sorted_file_names_define_ids(tmp_path: 
     assert (rows.label.tolist(), rows.sample_id.tolist()) == ([0, 0, 1], [0, 1, 2])
 
 
+def test_files_without_an_ending_are_no_images_and_are_counted_together(tmp_path: Path) -> None:
+    write_images(tmp_path, ["v1.0/a.png"])
+    for name in ("README", "png", "v1.0/COPYING"):
+        (tmp_path / name).write_text("x")
+    source = find_source(str(tmp_path))
+    assert (source.num_rows, source.ignored) == (1, (("without an ending", 3),))
+    with pytest.raises(DataError, match="png is not parquet"):
+        find_source(str(tmp_path / "png"))
+
+
 def test_only_images_may_have_names_that_begin_with_an_underscore(tmp_path: Path) -> None:
     for name in ("_SUCCESS", "_log/0.parquet", "cat/._DSC1.JPG", ".thumbs/b.jpg"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -266,6 +266,13 @@ def test_labels_of_another_shape_are_refused(accuracy: Callable[..., float]) -> 
             accuracy(rows, wrong, rows, label)
 
 
+def test_a_probe_without_rows_is_refused() -> None:
+    rows, label = blobs(30)
+    for nothing, some in ((slice(0, 0), slice(None)), (slice(None), slice(0, 0))):
+        with pytest.raises(DataError, match="a probe needs rows, got "):
+            linear_accuracy(rows[nothing], label[nothing], rows[some], label[some])
+
+
 def test_knn_does_not_import_scikit_learn() -> None:
     imported = modules_imported_by(Path(str(knn_module.__file__)))
     assert not {module for module in imported if "sklearn" in module or "linear" in module}

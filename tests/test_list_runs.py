@@ -34,8 +34,9 @@ def only(folder: Path) -> Any:
 def test_runs_are_found_up_to_three_levels_below_and_not_in_hidden_folders_or_runs(tmp_path: Path) -> None:
     for name in ("a", "b/c", "b/d/e", "b/d/f/too_deep", ".hidden", "a/checkpoints/copy"):
         write_run(tmp_path / name)
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "config.yaml").write_text("stages: [build, test]\n")
+    for name, text in (("other", "stages: [build, test]\n"), ("dated", "date: 2020-13-01\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(text)
     assert [run.name for run in raycl.list_runs(tmp_path)] == ["a", "b/c", "b/d/e"]
     assert [run.name for run in raycl.list_runs(str(tmp_path / "b" / "d"))] == ["e", "f/too_deep"]
     run = only(tmp_path / "a")

@@ -134,6 +134,7 @@ def test_the_groups_of_one_part_are_the_queries(num_queries: int) -> None:
         ),
         ("query_id", MISSING, "missing id"),
         ("document_id", MISSING, "missing id"),
+        *((f"{side}_id", [2.0**53, -1e300], "id of 2^53 or more as float") for side in ("query", "document")),
     ],
 )
 def test_invalid_rows_of_a_click_log_are_counted_by_cause_with_their_positions(
@@ -421,6 +422,11 @@ def test_ids_that_pandas_made_floats_are_those_of_the_integers_if_they_are_exact
     assert str(missing) == "missing id"
     (lossy,) = IdFormat().decode_all([float(2**53)])
     assert str(lossy) == "id of 2^53 or more as float"
+    assert stable_ids([7.0, 2.0**53 - 1]).tolist() == [7, 2**53 - 1]
+    with pytest.raises(
+        DataError, match=r"row 1 of a batch has an id of 2\^53 or more as float: give .* text"
+    ):
+        stable_ids([7.0, 2.0**53])  # two integers may have become this float
 
 
 @given(st.integers(-(2**63), 2**64 - 1))

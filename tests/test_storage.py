@@ -15,7 +15,20 @@ import pytest
 
 from raycl.errors import StorageError
 from raycl.records import MetricsLog, read_metrics, read_result, write_result
-from raycl.storage import Place
+from raycl.storage import Place, absolute
+
+
+def test_a_path_of_an_unknown_user_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    names = ("~/photos", "~nobody-has-this-name/photos", "photos", "/photos")
+    expected = [
+        "/home/me/photos",
+        f"{tmp_path}/~nobody-has-this-name/photos",
+        f"{tmp_path}/photos",
+        "/photos",
+    ]
+    assert [absolute(each) for each in names] == expected
 
 
 def test_files_are_listed_sorted_and_without_hidden_files(tmp_path: Path) -> None:

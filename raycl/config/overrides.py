@@ -9,6 +9,7 @@ import math
 import os
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -100,7 +101,7 @@ _Loader.add_implicit_resolver(
 
 
 def _read_yaml(text: str) -> Any:
-    """Return the values; raises ``yaml.YAMLError``, also if aliases expand to too many values."""
+    """Return the values; raises ``yaml.YAMLError``, also for a key given twice and aliases of too many values."""
     loader: Any = _Loader(text)
     try:
         node = loader.get_single_node()
@@ -109,15 +110,24 @@ def _read_yaml(text: str) -> Any:
         return None if node is None else loader.construct_document(node)
     except RecursionError:
         raise yaml.YAMLError("it is nested too deeply") from None
+    except ValueError as error:  # such as a date without a day, or a number of thousands of digits
+        raise yaml.YAMLError(error) from None
     finally:
         loader.dispose()
 
 
 def _num_values(node: Any, known: dict[int, float]) -> float:
-    """Return the number of values of a node with all aliases expanded; infinite if it contains itself."""
+    """Return the number of values of a node with all aliases expanded; infinite if it contains itself.
+
+    Raises ``yaml.YAMLError`` for a key that is given twice, of which PyYAML takes the last.
+    """
     if node is None or isinstance(node, yaml.ScalarNode):
         return 1
     if id(node) not in known:
+        if isinstance(node, yaml.MappingNode):
+            names = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+            if twice := [name for name, number in names.items() if number > 1]:
+                raise yaml.YAMLError(f"it gives {twice[0]!r} twice")
         known[id(node)] = math.inf  # stays so for a node that contains itself
         pairs = [each for pair in node.value for each in (pair if isinstance(pair, tuple) else (pair,))]
         known[id(node)] = 1 + sum(_num_values(each, known) for each in pairs)
@@ -278,7 +288,7 @@ def parse_setting(setting: str) -> tuple[str, Any]:
         )
     try:
         return path.strip(), _read_yaml(value)
-    except (yaml.YAMLError, ValueError):
+    except yaml.YAMLError:
         raise ConfigError(f"--set {path}: {value!r} is not valid YAML; quote it") from None
 
 
@@ -296,7 +306,7 @@ def _set(values: Any, path: str, value: Any) -> None:
 def _child(values: Any, name: str, path: str) -> Any:
     """Return the key or index ``name``; it must exist, except within free-form arguments."""
     if isinstance(values, list):
-        if not (name.isdigit() and values and int(name) <= len(values)):
+        if not (name.isdecimal() and values and int(name) <= len(values)):
             raise ConfigError(f"unknown key {path}: {name!r} is not an index from 0 to {len(values)}")
         if int(name) == len(values):
             values.append(copy.deepcopy(values[-1]))  # a new stage starts as a copy of the last

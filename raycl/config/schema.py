@@ -18,6 +18,7 @@ from raycl.display import Displayable, Table, flatten
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 SMALLEST_VIEW = 8  # pixels
 _Share = Annotated[float, Field(gt=0.0, le=1.0)]
@@ -224,7 +225,7 @@ class AugmentConfig(Section):
     blur_sigma: Range = (0.1, 2.0)
     """Range of the blur's standard deviation in pixels."""
 
-    mean: tuple[float, ...] | None = None
+    mean: tuple[Finite, ...] | None = None
     """Mean per channel on pixels in [0, 1]; default: ImageNet's, or 0.5 for one channel."""
 
     std: tuple[Positive, ...] | None = None
@@ -428,7 +429,7 @@ class GuideConfig(Section):
     document: Annotated[str, Field(min_length=1)] | None = None
     """Folder of the embeddings of documents and explicit negatives, by ``document_id``."""
 
-    margin: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    margin: Finite = 0.0
     """A negative is masked if its similarity is above the positive's minus this margin, in cosine. The positive of an
     image or a sentence has similarity 1, since both views have one embedding; the margin is then above 0.
     """

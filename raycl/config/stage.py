@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self, final
 
 from pydantic import Field, field_validator, model_validator
 
-from raycl.config.schema import Count, Fraction, NotNegative, Positive, Section
+from raycl.config.schema import Count, Finite, Fraction, NotNegative, Positive, Section
 from raycl.loss_specs import LOSSES, MIXED, join_names
 
 
@@ -64,7 +64,7 @@ class Stage(Section):
     temperature: Positive = 0.1
     """Divisor of the cosines in a cross-entropy; 0.1 as in SimCLR."""
 
-    bias: float = -10.0
+    bias: Finite = -10.0
     """Bias of ``siglip``, with the paper's initial value; learned with ``learn_temperature``."""
 
     logq_correction: Literal["none", "simple", "refined"] = "none"
@@ -155,7 +155,5 @@ class Stage(Section):
     def peak_learning_rate(self) -> float:
         """The learning rate at this stage's batch size."""
         ratio = self.batch_size / 256
-        return (
-            self.learning_rate
-            * {"linear": ratio, "square_root": ratio**0.5, "none": 1.0}[self.learning_rate_scaling]
-        )
+        factors = {"linear": ratio, "square_root": ratio**0.5, "none": 1.0}
+        return self.learning_rate * factors[self.learning_rate_scaling]

@@ -12,7 +12,7 @@ import ray
 
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import map_fragments
-from raycl.data.ids import content_id, entity_id, is_missing
+from raycl.data.ids import content_id, entity_id, why_invalid
 from raycl.data.matches import divided
 from raycl.data.read_stats import ReadStats
 from raycl.data.sources import Fragment, RawRows, Source, values_of
@@ -166,8 +166,8 @@ def _checked_row(values: Mapping[str, Any], label: Any) -> dict[str, Any]:
 
 
 def _id_of(value: Any) -> int:
-    if is_missing(value):
-        raise InvalidValueError("missing id")
+    if cause := why_invalid(value):
+        raise InvalidValueError(cause)
     return entity_id(value)
 
 

@@ -53,11 +53,8 @@ class IdFormat:
         values = [value]
         if self.in_lists:
             values = [] if value is None else list(value)
-        if any(map(is_missing, values)):
-            return InvalidValueError("missing id")
-        if any(isinstance(each, float | np.floating) and abs(each) >= EXACT for each in values):
-            return InvalidValueError("id of 2^53 or more as float")
-        return list(map(entity_id, values))
+        cause = next(filter(None, map(why_invalid, values)), None)
+        return InvalidValueError(cause) if cause else list(map(entity_id, values))
 
 
 def is_missing(value: Any) -> bool:
@@ -65,6 +62,14 @@ def is_missing(value: Any) -> bool:
     if isinstance(value, float | np.floating):
         return bool(np.isnan(value))
     return value is None or (isinstance(value, str | bytes) and not value)
+
+
+def why_invalid(value: Any) -> str | None:
+    """Return why a value cannot be an id: it is missing, or a float that may have lost digits; None for an id."""
+    if is_missing(value):
+        return "missing id"
+    is_inexact = isinstance(value, float | np.floating) and abs(value) >= EXACT
+    return "id of 2^53 or more as float" if is_inexact else None
 
 
 def stable_id(value: Any) -> int:
@@ -91,13 +96,14 @@ def entity_id(value: Any) -> int:
 def stable_ids(values: list[Any]) -> NDArray[np.int64]:
     """Turn the values of an id column into int64, see :func:`stable_id`.
 
-    Raises ``DataError`` for a row without an id.
+    Raises ``DataError`` for a row without an id, or with a float that may have lost digits.
     """
-    missing = [is_missing(value) for value in values]
-    if any(missing):
-        raise DataError(
-            f"row {missing.index(True)} of a batch has no id: give every row its own id, or remove the id column"
-        )
+    for row, cause in enumerate(map(why_invalid, values)):
+        if cause is not None:
+            found = "no id" if is_missing(values[row]) else f"an {cause}"
+            raise DataError(
+                f"row {row} of a batch has {found}: give every row its own id, an integer or text, or remove the id column"
+            )
     return np.array(list(map(stable_id, values)), np.int64)
 
 

@@ -27,6 +27,7 @@ _TEXTS = {"text", "caption", "query", "document", "negatives"}
 _NOT_TEXTS = IDS_AND_LABELS | {"negative_ids"}
 _MAX_LINE_BYTES = 64 * 2**20
 _ROW = re.compile(r" in row ([0-9]+)$")
+Common = Callable[[str, pa.DataType, pa.DataType], pa.DataType]  # ``common_type``, or as it
 
 
 @final
@@ -46,18 +47,11 @@ class JsonTables:
                 found.setdefault(field.name, []).append(_plain(field.type))
         if not num_rows:
             return TableFile(group_sizes=[], schema=pa.schema([]))
-        return TableFile(group_sizes=[num_rows], schema=found_schema(place, columns, found))
+        return TableFile(group_sizes=[num_rows], schema=found_schema(place, columns, found, common_type))
 
     def shared_types(self, schemas: Sequence[pa.Schema], *, where: str) -> pa.Schema:
         """Return the types of the columns; raises ``DataError`` if two files differ."""
-        names = schemas[0].names
-        kinds = {
-            name: reduce(
-                partial(common_type, f"{name!r} of {where}"), [each.field(name).type for each in schemas]
-            )
-            for name in names
-        }
-        return pa.schema(list(kinds.items()))
+        return shared_schema(schemas, where, common_type)
 
     def read(
         self, place: Place, names: Sequence[str], types: pa.Schema | None, *, start: int, stop: int
@@ -117,16 +111,20 @@ def _broken(place: Place, first: int, error: Exception) -> DataError:
     )
 
 
+def shared_schema(schemas: Sequence[pa.Schema], where: str, common: Common) -> pa.Schema:
+    """Return the schema of files of the same columns, whose types may differ."""
+    kinds = {name: [each.field(name).type for each in schemas] for name in schemas[0].names}
+    fields = [(name, reduce(partial(common, f"{name!r} of {where}"), each)) for name, each in kinds.items()]
+    return pa.schema(fields)
+
+
 def found_schema(
-    place: Place,
-    columns: ColumnNames,
-    found: Mapping[str, Sequence[pa.DataType]],
-    common: Callable[[str, pa.DataType, pa.DataType], pa.DataType] | None = None,
+    place: Place, columns: ColumnNames, found: Mapping[str, Sequence[pa.DataType]], common: Common
 ) -> pa.Schema:
     """Return the types to read the columns with, from those that each has in parts of a file."""
     kinds = {name: each[0] for name, each in found.items()}
     for name, roles in roles_in(place, list(found), columns).items():
-        kind = reduce(partial(common or common_type, f"{name!r} of {place}"), found[name])
+        kind = reduce(partial(common, f"{name!r} of {place}"), found[name])
         if "sample_id" in roles and pa.types.is_floating(kind):
             # Arrow makes floats of larger integers, and so merges them.
             raise DataError(

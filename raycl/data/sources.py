@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import posixpath
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ from raycl.data.parquet_tables import ParquetTables
 from raycl.data.patterns import expand, folder_of, is_pattern
 from raycl.data.prefetch import Prefetched
 from raycl.data.split import Keep
-from raycl.data.tables import TableFile, TableFormat, reading, roles_in
+from raycl.data.tables import TableFormat, reading, roles_in
 from raycl.data.tar_tables import TarTables
 from raycl.data.weights import check_weight_columns
 from raycl.errors import ConfigError, DataError
@@ -242,11 +243,8 @@ class Source:
             ids = np.arange(start, start + len(paths), dtype=np.int64) + fragment.first_id
             wanted = [True] * len(paths) if keep is None else keep(ids).tolist()
             with ThreadPoolExecutor(8) as pool:
-                images = list(
-                    pool.map(
-                        lambda path, is_read: read_image(root / path) if is_read else None, paths, wanted
-                    )
-                )
+                read = pool.map(lambda path, kept: read_image(root / path) if kept else None, paths, wanted)
+                images = list(read)
             labels = np.array(fragment.labels[start : start + 256] or [NO_LABEL] * len(paths), np.int64)
             yield RawRows(values={"image": images}, sample_id=ids, label=labels, where=list(paths))
 
@@ -297,11 +295,10 @@ def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
             f"{uri} holds no files of rows ({FORMATS}), but {len(files)} others; give some with the columns "
             f"{', '.join(columns.contents.values())}"
         )
-    if texts := {name: paths for name, paths in by_format.items() if not _FORMATS[name].holds_images}:
-        by_format = texts | {name: by_format[name] for name in [_PARQUET.name] if name in by_format}
-    name = _PARQUET.name if _PARQUET.name in by_format else next(iter(by_format))
-    if name != _PARQUET.name and len(by_format) > 1:
-        counts = ", ".join(f"{len(paths)} {name}" for name, paths in sorted(by_format.items()))
+    texts = [name for name in by_format if not _FORMATS[name].holds_images]
+    name, *others = [_PARQUET.name] if _PARQUET.name in by_format else texts or by_format
+    if others:
+        counts = ", ".join(f"{len(by_format[each])} {each}" for each in sorted([name, *others]))
         raise DataError(f"{uri} holds files of several formats ({counts}); give a folder of one format")
     found = _table_source(uri, by_format[name], columns, _FORMATS[name])
     return replace(found, ignored=_endings(set(files).difference(by_format[name])))
@@ -445,11 +442,11 @@ def _folder_source(uri: str, files: list[str]) -> Source:
 
 
 def _endings(paths: Iterable[str]) -> tuple[tuple[str, int], ...]:
-    return tuple(sorted(Counter(map(_ending, paths)).items()))
+    return tuple(sorted(Counter(_ending(path) or "without an ending" for path in paths).items()))
 
 
 def _ending(path: str) -> str:
-    return f".{path.rpartition('.')[2].lower()}"
+    return posixpath.splitext(path)[1].lower()
 
 
 def _class_folders(root: Place, paths: list[str]) -> tuple[str, ...] | None:
@@ -485,7 +482,6 @@ def _table_source(
         if table.schema.names or sum(table.group_sizes)
     ]
     ignored_label = _ignored_label([table.schema for _, _, table in found], columns)
-    is_asked = columns.label is not None
     chosen = [
         _check_columns(place, table.schema, columns, reads_label=not ignored_label)
         for _, place, table in found
@@ -500,30 +496,37 @@ def _table_source(
             first_id += stop - start
     if not first_id:
         raise DataError(f"{uri} holds no rows; give a dataset with at least one batch")
-    may_read, columns = columns.usual, chosen[0]
-    schemas = [_named(table, columns) for _, _, table in found]
+    asked, columns = columns, chosen[0]
+    names = dict.fromkeys(columns.asked.values())
+    schemas = [pa.schema([table.schema.field(name) for name in names]) for _, _, table in found]
     types = reader.shared_types(schemas, where=uri)
     places = [place for _, place, _ in found]
     if columns.weight is not None:
         parts = ((str(place), reader.column(place, columns.weight, types)) for place in places)
         check_weight_columns(parts, where=uri)
-    labels: dict[str, Any] = {"columns": columns, "classes": None, "ignored_label": ignored_label}
+    classes = label_names = None
     if columns.label is not None:
         kinds = [each.field(columns.label).type for each in ([types] if types else schemas)]
-        labels |= _labels(reader, places, columns, types, kinds, is_asked=is_asked)
-        labels["label_names"] = names_of_integers(found[0][2].schema, columns.label)
+        is_asked = asked.label is not None
+        classes, ignored_label = _classes(reader, places, columns, types, kinds, is_asked=is_asked)
+        label_names = names_of_integers(found[0][2].schema, columns.label)
+        if ignored_label:
+            columns = replace(columns, label=None)
     return Source(
         uri=uri,
         kind=kind or reader.name,
         fragments=tuple(fragments),
-        has_labels=labels["columns"].label is not None,
-        unread_columns=_unread_of_pairs(found[0][2].schema, columns) if "label" in may_read else (),
+        columns=columns,
+        classes=classes,
+        has_labels=columns.label is not None,
+        ignored_label=ignored_label,
+        unread_columns=_unread_of_pairs(found[0][2].schema, columns) if "label" in asked.usual else (),
         types=types,
-        **labels,
+        label_names=label_names,
     )
 
 
-def _labels(
+def _classes(
     reader: TableFormat,
     places: Sequence[Place],
     columns: ColumnNames,
@@ -531,35 +534,31 @@ def _labels(
     kinds: Sequence[pa.DataType],
     *,
     is_asked: bool,
-) -> dict[str, Any]:
-    """Return the class names of text labels, or the columns without a label that is neither text nor integers.
+) -> tuple[tuple[str, ...] | None, str]:
+    """Return the class names of labels, None for integers, and the type of floats to ignore, empty for labels.
 
-    Floats that are integers are labels too; raises ``DataError`` for others if they are asked for.
+    Floats that are integers are labels; raises ``DataError`` for others if the column is asked for.
     """
     label, floats = str(columns.label), [str(kind) for kind in kinds if pa.types.is_floating(kind)]
     # A file without any label does not tell whether they are integers.
     first = next((kind for kind in kinds if not pa.types.is_null(kind)), pa.null())
     if are_numbers(first) and not floats:
-        return {}
+        return None, ""
     with ThreadPoolExecutor(8) as pool:
         distinct = list(pool.map(lambda place: distinct_labels(reader.column(place, label, types)), places))
     if not floats or columns.labels_are_grades:
-        return {"classes": class_names(distinct)}
+        return class_names(distinct), ""
     found = zip(places, map(inexact_label, distinct), strict=True)
-    others = [(place, other) for place, other in found if other is not None]
-    if others and is_asked:
-        raise columns.label_error(others[0][1], where=str(others[0][0]))
-    return {"columns": replace(columns, label=None), "ignored_label": floats[0]} if others else {}
+    place, other = next((each for each in found if each[1] is not None), (None, None))
+    if other is not None and is_asked:
+        raise columns.label_error(other, where=str(place))
+    return None, "" if other is None else floats[0]
 
 
 def _check_links(places: Sequence[Place]) -> None:
     for place in places:
         if place.is_local and os.path.islink(place.uri) and not place.exists():
             raise DataError(f"{place} is a link to a file that does not exist; remove it")
-
-
-def _named(table: TableFile, columns: ColumnNames) -> pa.Schema:
-    return pa.schema([table.schema.field(name) for name in dict.fromkeys(columns.asked.values())])
 
 
 def _ignored_label(schemas: Sequence[pa.Schema], columns: ColumnNames) -> str:

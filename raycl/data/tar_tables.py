@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from raycl.data.columns import ColumnNames, is_list
 from raycl.data.images import EXTENSIONS
-from raycl.data.json_tables import common_type, found_schema
+from raycl.data.json_tables import common_type, found_schema, shared_schema
 from raycl.data.tables import (
     BATCH_ROWS,
     BLOCK_BYTES,
@@ -77,17 +77,7 @@ class TarTables:
 
     def shared_types(self, schemas: Sequence[pa.Schema], *, where: str) -> pa.Schema:
         """Return the types of the columns; one with integers in some files and text in others is text."""
-        return pa.schema(
-            [
-                (
-                    name,
-                    reduce(
-                        partial(_common, f"{name!r} of {where}"), [each.field(name).type for each in schemas]
-                    ),
-                )
-                for name in schemas[0].names
-            ]
-        )
+        return shared_schema(schemas, where, _common)
 
     def read(
         self, place: Place, names: Sequence[str], types: pa.Schema | None, *, start: int, stop: int

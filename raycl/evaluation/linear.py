@@ -52,7 +52,7 @@ def linear_accuracy(
     core. L-BFGS stops after 500 iterations, converged or not.
 
     Raises ``ConfigError`` for ``labels_per_class`` below 1, ``DataError`` for values that are not
-    finite, labels of another shape, a single class, or a class with fewer rows than ``labels_per_class``.
+    finite, no rows, labels of another shape, a single class, or a class with fewer rows than ``labels_per_class``.
     """
     if labels_per_class is not None and labels_per_class < 1:
         raise ConfigError(
@@ -60,6 +60,10 @@ def linear_accuracy(
         )
     check_label_shape("train_label", train_label, train)
     check_label_shape("test_label", test_label, test)
+    if not (len(train) and len(test)):
+        raise DataError(
+            f"a probe needs rows, got {len(train)} to train on and {len(test)} to test; give both"
+        )
     rows, test_rows = _finite("train", train), _finite("test", test)
     label, test_classes = (each.detach().long().cpu().numpy() for each in (train_label, test_label))
     if label.min() == label.max():

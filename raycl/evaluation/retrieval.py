@@ -145,15 +145,16 @@ def evaluate_retrieval(
 
 def _evaluate_images(task: Task, encoders: list[SavedEncoder], options: dict[str, Any]) -> dict[str, Any]:
     image, caption = _embed(task, encoders, options)
-    reverse = task.reversed()
     directions = {
-        "query_to_document": _scores(task, image, caption, any_is_enough=True),
-        "document_to_query": _scores(reverse, caption[task.relevant_documents()], image, any_is_enough=True),
+        "query_to_document": (task, image, caption),
+        "document_to_query": (task.reversed(), caption[task.relevant_documents()], image),
     }
-    scores = {
-        f"{direction}_{name}": value for direction, each in directions.items() for name, value in each.items()
-    }
-    return scores | task.sizes
+    result: dict[str, Any] = {}
+    for direction, (own, query, document) in directions.items():
+        _, ranked = own.rank(search, query, document)
+        scores = retrieval_scores(ranked, own.relevance, any_is_enough=True)
+        result |= {f"{direction}_{name}": value for name, value in scores.items()}
+    return result | task.sizes
 
 
 def _evaluate_texts(
@@ -180,11 +181,6 @@ def _embed(task: Task, encoders: list[SavedEncoder], options: dict[str, Any]) ->
     query = embed_values(task.queries, encoders[0], title="embedding the queries", **options)
     document = embed_values(task.documents, encoders[1], title="embedding the documents", **options)
     return query, document
-
-
-def _scores(task: Task, query: Tensor, document: Tensor, *, any_is_enough: bool = False) -> dict[str, float]:
-    _, ranked = task.rank(search, query, document)
-    return retrieval_scores(ranked, task.relevance, any_is_enough=any_is_enough)
 
 
 def _lexical_baseline(task: Task, ranked: NDArray[np.int64]) -> dict[str, Any]:
@@ -241,7 +237,7 @@ def pair_task(test: str, train: str | None, names: ColumnNames, *, quiet: bool =
         print(line, file=sys.stderr)
     of_query, of_document = (_first_with_id(each.entity) for each in (query, document))
     queries = query.texts[: len(set(pairs.by_role["query"]))]  # those of ``train`` follow
-    queries_of, texts_of = _places(of_query[: len(queries)]), _places(of_document)
+    queries_of, texts_of = _places(of_query[: len(queries)].tolist()), _places(of_document.tolist())
 
     def positions(values: Values) -> NDArray[np.int64]:
         rows = zip(values.by_role["query"], values.by_role["document"], strict=True)
@@ -339,10 +335,10 @@ def _first_with_id(entity: Sequence[int]) -> NDArray[np.int64]:
     return first[number]
 
 
-def _places(values: NDArray[np.int64]) -> dict[int, list[int]]:
+def _places(values: Iterable[Any]) -> dict[Any, list[int]]:
     """Return the positions of each value."""
-    places: dict[int, list[int]] = {}
-    for place, value in enumerate(values.tolist()):
+    places: dict[Any, list[int]] = {}
+    for place, value in enumerate(values):
         places.setdefault(value, []).append(place)
     return places
 
@@ -355,9 +351,7 @@ def _labeled(rows: NDArray[np.int64], label: NDArray[np.int64]) -> NDArray[np.in
 
 def _own_texts(queries: Iterable[Any], documents: Iterable[Any]) -> set[tuple[int, int]]:
     """Return each query with the documents of the same text."""
-    positions: dict[Any, list[int]] = {}
-    for position, text in enumerate(documents):
-        positions.setdefault(text, []).append(position)
+    positions = _places(documents)
     return {(number, position) for number, text in enumerate(queries) for position in positions.get(text, ())}
 
 

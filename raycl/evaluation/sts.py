@@ -52,10 +52,8 @@ def evaluate_sts(
     left, right = pairs.left, pairs.right
     corpus = [*left, *right]
     if train is not None:
-        train_rows = read_values(train, UnlabeledColumnNames(image=None, text=text), quiet=quiet).by_role[
-            "text"
-        ]
-        corpus = [each for row in train_rows for each in (row if isinstance(row, list) else [row])]
+        rows = read_values(train, UnlabeledColumnNames(image=None, text=text), quiet=quiet).by_role
+        corpus = [each for row in rows["text"] for each in (row if isinstance(row, list) else [row])]
     # Each text once: rounding would give a repeated one another embedding, and so break ties.
     number = {each: position for position, each in enumerate(dict.fromkeys([*left, *right]))}
     embedding = normalize(

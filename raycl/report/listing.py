@@ -119,7 +119,7 @@ def _read_config(output: Place) -> dict[str, Any] | None:
     """Return the values in ``config.yaml``; None if another program wrote it."""
     try:
         config = _Loader((output / CONFIG).read_bytes()).get_single_data()
-    except (yaml.YAMLError, RecursionError):
+    except (yaml.YAMLError, RecursionError, ValueError):
         return None
     match config:
         case {"recipe": str(), "stages": list(stages)} if all(isinstance(each, dict) for each in stages):

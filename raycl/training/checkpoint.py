@@ -25,7 +25,6 @@ from raycl.negatives.placement import ShardAtRisk, reserved_memory
 from raycl.records import CHECKPOINTS, STATE, backup_manifest
 from raycl.storage import Place
 from raycl.training.collapse_monitor import CollapseMonitor
-from raycl.training.coordinator import add_notice
 from raycl.training.job import Job
 from raycl.training.metrics_logger import MetricsLogger
 from raycl.training.mined import MinedNegatives
@@ -183,7 +182,7 @@ class Checkpointer:
 
     def _notify(self, bank: Bank, risk: ShardAtRisk, text: str) -> None:
         name, node = bank.spec.actor_name(risk.shard), f"node {risk.node_id[:8]}, which will be removed"
-        add_notice(self._job.coordinator, f"the bank's shard {name!r} {text} {node}")
+        self._job.coordinator.add_notice.remote(f"the bank's shard {name!r} {text} {node}")
 
     def _report(
         self, position: Position, store: Store, metrics: Mapping[str, Any], *, evaluated: bool

@@ -194,11 +194,6 @@ def rows_in(coordinator: Any, prefix: str = "") -> ReadStats:
             time.sleep(0.5)
 
 
-def add_notice(coordinator: Any, text: str) -> None:
-    """Add a line for the user, without waiting."""
-    coordinator.add_notice.remote(text)
-
-
 @contextlib.contextmanager
 def send_heartbeats(coordinator: Any, *, interval_s: float = _HEARTBEAT_S) -> Iterator[threading.Event]:
     """Send a heartbeat every ``interval_s`` seconds; yield an event that is set once a stop is requested.

@@ -163,7 +163,7 @@ class DataModule:
             )
         else:
             kept_whole = fragments_kept_whole(self._config, self._first.source)
-            uri = self._first.fragments[0].uri
+            uri = self._first.source.fragments[0].uri
             ray.get(self._coordinator.restore_rows.remote(output / READ_ROWS, uri))
             decoder = replace(decoder, fingerprints=True)
             opened = stream_source(self._first.source, decoder, seed=seed, kept_whole=kept_whole)
@@ -259,8 +259,8 @@ def fragments_kept_whole(config: RunConfig, source: Source) -> frozenset[int]:
 def streamed_ids(config: RunConfig, source: Source, holdout: Holdout) -> NDArray[np.int64]:
     """Return the distinct training ids of a stream, sorted, ids of invalid rows as well."""
     evaluated = evaluation_fragments(config, source) if holdout.test else ()
-    first_ids = {each.first_id for each in source.fragments} - {each.first_id for each in evaluated}
-    others = [fragment for fragment in source.fragments if fragment.first_id in first_ids]
+    chosen = {each.first_id for each in evaluated}
+    others = [each for each in source.fragments if each.first_id not in chosen]
     ids = source.sample_ids(evaluated)
     return np.unique(np.concatenate([ids[holdout.is_train(ids)], source.sample_ids(others)]))
 

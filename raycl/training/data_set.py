@@ -67,11 +67,6 @@ class DataSet:
         """Whether the rows have labels."""
         return self.source.has_labels if self.source else self.columns.label is not None
 
-    @property
-    def fragments(self) -> tuple[Fragment, ...]:
-        """The fragments of a source; none of a Ray Dataset."""
-        return self.source.fragments if self.source else ()
-
     def use_classes(self, classes: tuple[str, ...]) -> None:
         """Number the text labels by these class names, which contain the own ones."""
         self.classes = classes
@@ -144,7 +139,7 @@ def read_vocabulary(
     Raises ``DataError`` if no text is valid.
     """
     columns = replace(columns, **{role: None for role in columns.asked if role not in ROLES})
-    texts = [_texts(text, _values_of(each, columns)) for each in data]
+    texts = [_texts(text, each, columns) for each in data]
     # In turn: otherwise a large data set would leave no room for the next one.
     in_turn = (each for group in zip_longest(*texts) for each in group if each is not None)
     found = list(islice(in_turn, text.tokenizer_train_size))
@@ -160,13 +155,11 @@ def read_vocabulary(
     )
 
 
-def _texts(text: TextConfig, values: Iterator[tuple[str, list[Any]]]) -> Iterator[str]:
+def _texts(text: TextConfig, data: Source | ray.data.Dataset, columns: ColumnNames) -> Iterator[str]:
     """Yield the valid texts, with their prompts."""
+    is_source = isinstance(data, Source)
+    values = _values_of_source(data, columns) if is_source else _values_of_dataset(data, columns)
     return (text.prompt_of(role) + each for role, column in values for each in _valid_texts(column))
-
-
-def _values_of(data: Source | ray.data.Dataset, columns: ColumnNames) -> Iterator[tuple[str, list[Any]]]:
-    return _values_of_source(data, columns) if isinstance(data, Source) else _values_of_dataset(data, columns)
 
 
 def _values_of_source(source: Source, columns: ColumnNames) -> Iterator[tuple[str, list[Any]]]:

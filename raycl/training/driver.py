@@ -223,11 +223,9 @@ def cpus_of_a_worker(config: RunConfig, workers: int, *, streamed: bool) -> floa
     """Return the CPUs that each worker requests: one if the cluster can grow."""
     if config.cpus_per_worker is not None:
         return config.cpus_per_worker
-    return (
-        1.0
-        if config.autoscaling
-        else cpus_for_a_worker(workers=workers, spare_cpus=spare_cpus(config, streamed=streamed))
-    )
+    if config.autoscaling:
+        return 1.0
+    return cpus_for_a_worker(workers=workers, spare_cpus=spare_cpus(config, streamed=streamed))
 
 
 def workers_that_fit(config: RunConfig, workers: tuple[int, int], *, streamed: bool) -> tuple[int, int]:

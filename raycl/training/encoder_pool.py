@@ -400,7 +400,6 @@ def start_pool(
     resources: Mapping[str, float],
     labels: Mapping[str, str] | None = None,
     report: Callable[[str], object] = lambda _: None,
-    interval_s: float = 10.0,
 ) -> Iterator[EncoderPool]:
     """Start a pool of ``least`` to ``most`` actors, each with these resources and on nodes with these labels.
 
@@ -418,7 +417,7 @@ def start_pool(
     launcher = ActorLauncher(options)
     # Ray's core prints that arguments with references must live: they do, as long as this driver.
     with without_stderr():
-        actor = pool_actor.remote(launcher, least, most, report, interval_s)
+        actor = pool_actor.remote(launcher, least, most, report)
     try:
         yield EncoderPool(actor, ray.put(build))
     finally:

@@ -236,10 +236,8 @@ class MinerClient:
             return None
         sent = torch.zeros(size, dtype=torch.uint8)
         if update is not None:
-            sent, self._mined.rows = (
-                torch.frombuffer(bytearray(update.corpus), dtype=torch.uint8),
-                update.rows,
-            )
+            sent = torch.frombuffer(bytearray(update.corpus), dtype=torch.uint8)
+            self._mined.rows = update.rows
         self._corpus_update = None
         return Corpus.from_bytes(self._sum_of_first(sent).numpy().tobytes())
 

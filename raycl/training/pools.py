@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import ray
@@ -12,7 +11,6 @@ from raycl.config import RunConfig
 from raycl.config.schema import PoolConfig
 from raycl.errors import ConfigError
 from raycl.gpus import available_cores
-from raycl.training.coordinator import add_notice
 from raycl.training.encoder_pool import EncoderPool, RowEncoder, start_pool
 from raycl.training.process import prepare_device, prepare_process
 
@@ -38,7 +36,7 @@ def open_pool(
         most=most,
         resources={"CPU": pool.cpus_per_actor, "GPU": pool.gpus_per_actor},
         labels=label_of(pool),
-        report=partial(add_notice, coordinator),
+        report=lambda text: coordinator.add_notice.remote(text),
     )
 
 

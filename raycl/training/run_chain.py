@@ -25,7 +25,6 @@ from raycl.config import RunConfig
 from raycl.distributed import all_sum, num_workers, rank
 from raycl.models.registry import ENCODER_FILES, TOKENIZER
 from raycl.records import CONFIG, DATA, READ_ROWS
-from raycl.training.coordinator import add_notice
 from raycl.training.job import Job
 from raycl.training.preflight import hash_of_settings
 from raycl.training.stages import Position
@@ -64,8 +63,8 @@ class RunChain:
         self._num_losses = _NUM_LOSSES
         self._chain = Chain(job.output) if rank() == 0 else None
         if self._chain is not None and self._chain.is_damaged:
-            add_notice(
-                job.coordinator, f"{CHAIN} is damaged: moved to {DAMAGED}; the run cannot be certified"
+            job.coordinator.add_notice.remote(
+                f"{CHAIN} is damaged: moved to {DAMAGED}; the run cannot be certified"
             )
         self._add(
             START,

@@ -7,10 +7,11 @@ when it is needed.
 """
 
 import contextlib
+import importlib
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -40,20 +41,12 @@ def importing(function: str) -> dict[str, str]:
 
 def import_worker() -> None:
     """Import the modules of a training worker, unless this process gets an actor at once."""
-
-    def load() -> None:
-        import raycl.training.loop  # noqa: F401
-
-    _run_if_idle(load)
+    _import_if_idle("raycl.training.loop")
 
 
 def import_controller() -> None:
     """Import the modules of Ray Train's controller, unless this process gets an actor at once."""
-
-    def load() -> None:
-        import raycl.training.controller  # noqa: F401
-
-    _run_if_idle(load)
+    _import_if_idle("raycl.training.controller")
 
 
 def stand_by(number: int = 1, *, began: float) -> None:
@@ -76,9 +69,8 @@ def stand_by_elsewhere(coordinator: Any, number: int = 1, *, workers: int, began
             # Ray restarts a dead coordinator; the next look asks it again.
             with contextlib.suppress(Exception):
                 nodes = nodes_with_room(ray.nodes(), ray.get_runtime_context().get_assigned_resources())
-                shuffled = random.Random().sample(
-                    list(nodes), len(nodes)
-                )  # nodes that refuse must not delay others
+                # Nodes that refuse must not delay others.
+                shuffled = random.Random().sample(list(nodes), len(nodes))
                 new = coordinator.nodes_without_standby.remote(shuffled, most=2 * workers)
                 for node in ray.get(new, timeout=_TIMEOUT_S):
                     if request_standby(number, address=nodes[node]):
@@ -129,12 +121,12 @@ def _delay(began: float) -> float:
     return max(_DELAY_S, began + _MIN_RUN_S - time.time())
 
 
-def _run_if_idle(load: Callable[[], None]) -> None:
+def _import_if_idle(module: str) -> None:
     def run() -> None:
         # Ray started this process for an actor, which imports its modules itself, or for later.
         time.sleep(_IDLE_S)
         if worker.global_worker.actor_id.is_nil():
             with contextlib.suppress(Exception):  # an actor that needs the modules reports the error
-                load()
+                importlib.import_module(module)
 
     threading.Thread(target=run, name="raycl-standby", daemon=True).start()

@@ -129,9 +129,10 @@ def embed_as_workers(
             f"the run's pairs have explicit negatives on {num_workers} workers, whose dropout depends on their own; "
             "only a run with workers=1 can be replayed"
         )
-    parts = []
-    for worker, share in enumerate(_shares(views, num_workers)):
+    parts, size = [], len(views) // num_workers
+    for worker in range(num_workers):
         torch.manual_seed(dropout_seed(seed, step, worker))
+        share = _share(views, slice(worker * size, (worker + 1) * size))
         parts.append(state.embed(share, step=step, take_keys=take_keys))
     pairs = [
         ViewPair(
@@ -145,13 +146,8 @@ def embed_as_workers(
     return Embedded(_joined([part.query for part in parts]), _joined(keys) if keys else None, pairs=pairs)
 
 
-def _shares(views: Views, number: int) -> list[Views]:
-    """Cut a batch into equal shares, each with tokens as long as its longest text."""
-    size = len(views) // number
-    return [_share(views, slice(start, start + size)) for start in range(0, number * size, size)]
-
-
 def _share(views: Views, rows: slice) -> Views:
+    """Return these rows of a batch, with tokens as long as their longest text."""
     return replace(
         views,
         view_a=_cut(views.view_a[rows]),
