@@ -122,11 +122,19 @@ def memory_of(tensor: Tensor) -> Memory:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in nested lists, tuples and dictionaries; torch's own function takes far longer."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    return [each for part in value for each in tensors_in(part)] if isinstance(value, list | tuple) else []
+    found: list[Tensor] = []
+    _add_tensors((value,), found)
+    return found
+
+
+def _add_tensors(values: Any, found: list[Tensor]) -> None:
+    for each in values:
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif isinstance(each, (list, tuple)):
+            _add_tensors(each, found)
+        elif isinstance(each, dict):
+            _add_tensors(each.values(), found)
 
 
 def is_on_device(tensor: Tensor) -> bool:
@@ -299,7 +307,11 @@ class _Operations(TorchDispatchMode):
         self._trace = now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+        # Autograd comes here with the mode of functions active, which would take each look at a tensor below.
+        with torch._C.DisableTorchFunction():
+            return self._operate(func, args, dict(kwargs or {}))
+
+    def _operate(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in((args, kwargs))
         on_device = any(map(is_on_device, tensors))
         writes = func._schema.is_mutable
@@ -406,13 +418,18 @@ class _Functions(TorchFunctionMode):
             self._read(func, args[0])
         if func in (_T.backward, torch.autograd.backward):
             return self._go_back(args, kwargs)
+        if func.__name__ == "__get__":
+            return func(*args)  # an attribute, which allocates no memory
         tensors = tensors_in((args, kwargs))
         if kwargs.get("device") is not None:
             place = torch.device(kwargs["device"]).type == "cuda"
         else:
             place = None if any(map(is_on_device, tensors)) else False
-        with self._within(place):
+        self._trace.places.append(place)  # as _within, which takes longer
+        try:
             out = func(*args, **kwargs)
+        finally:
+            self._trace.places.pop()
         if func is _T.__deepcopy__:
             mark(out, on_device=is_on_device(args[0]))
         return out

@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import socket
+import sys
 import threading
 import time
 import tracemalloc
@@ -42,7 +43,7 @@ from raycl.negatives.spec import BankSpec
 from raycl.negatives.store import Negatives
 from raycl.serve.app import create_app
 from raycl.serve.auth import HEADERS, checked_token, new_token
-from raycl.serve.explorer import Explorer, ReconnectingBank, RunProgress
+from raycl.serve.explorer import Explorer, QueryEncoder, ReconnectingBank, RunProgress
 from raycl.serve.requests import MAX_BYTES
 from raycl.serve.sample_viewer import SampleViewer, thumbnail
 from raycl.serve.target import columns_of, saved_explorer
@@ -766,6 +767,14 @@ def test_embeddings_are_queried_by_images_and_texts_as_embed_encodes_them(
     for row in (2, 5):
         by_id = client.get(f"/api/nearest?id={row}&k=4").json()["neighbors"]
         assert posted(client, kind, values[row]) == [str(row), *(each["sample_id"] for each in by_id)]
+
+
+def test_a_run_without_a_checkpoint_is_reported_before_its_encoder_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "raycl.inference.checkpoint_encoder", None)  # an import of it fails
+    with pytest.raises(StorageError, match="has no checkpoint yet; repeat the command after its first"):
+        QueryEncoder(str(tmp_path)).embed("text", "a text")
 
 
 def test_an_encoder_of_its_users_own_answers_queries_by_id_alone(tmp_path: Path) -> None:

@@ -31,7 +31,12 @@ from tests.test_cli import run_raycl
 from tests.test_floors import FILES, modules_imported_by
 from tests.texts import invented_texts
 
-sentence_transformers = pytest.importorskip("sentence_transformers")
+
+@pytest.fixture(scope="module", autouse=True)
+def sentence_transformers() -> Any:
+    """Import it here: each process of pytest imports all files of tests, and this takes 3 s."""
+    return pytest.importorskip("sentence_transformers")
+
 
 MAX_LENGTH = 16
 CORPUS = invented_texts(400)
@@ -123,7 +128,9 @@ def write_texts_run(
 
 
 def load(folder: Path | str) -> Any:
-    return sentence_transformers.SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+    from sentence_transformers import SentenceTransformer
+
+    return SentenceTransformer(str(folder), device="cpu", local_files_only=True)
 
 
 def vectors(folder: Path | str) -> Tensor:
@@ -203,7 +210,7 @@ def test_prompts_are_exported_for_queries_and_documents(query: str, name: str, t
             torch.testing.assert_close(came, expected[side], rtol=1e-5, atol=1e-5)
 
 
-def test_the_exported_folder_describes_its_model(tmp_path: Path) -> None:
+def test_the_exported_folder_describes_its_model(tmp_path: Path, sentence_transformers: Any) -> None:
     run = write_texts_run(tmp_path / "run", "transformer")
     code = export_encoder(run, str(tmp_path / "out"))
     model = eval(code, {"sentence_transformers": sentence_transformers})

@@ -416,6 +416,15 @@ def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
     assert (tmp_path / "report.html").stat().st_size < 600_000
 
 
+def test_a_drawing_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, draw = [], Axes.draw
+    monkeypatch.setattr(Axes, "draw", lambda axes, renderer: drawn.append(draw(axes, renderer)))
+    with plots.Drawing("a line") as drawing:
+        drawing.axes.plot([0, 1])
+        assert "<path" in drawing.to_svg()
+    assert len(drawn) == 1
+
+
 def test_snapshots_are_read_as_written(tmp_path: Path) -> None:
     write_snapshots(tmp_path, num_samples=23)
     probes = read_probe_set(Place(str(tmp_path)))

@@ -100,6 +100,11 @@ class Drawing:
         with warnings.catch_warnings():
             # A page writes text as text, so the reader's font draws it.
             warnings.filterwarnings("ignore", "Glyph .* missing from font")
+            # With a layout engine, savefig draws twice: once only to find the layout.
+            engine = self._figure.get_layout_engine()
+            assert engine is not None, "a drawing is laid out by constraints"
+            engine.execute(self._figure)
+            self._figure.set_layout_engine(None)
             self._figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
         svg = stream.getvalue()
         svg = svg[svg.index("<svg") :]

@@ -156,12 +156,13 @@ class QueryEncoder:
         Raises ``StorageError`` while there is no checkpoint, ``DataError`` for invalid content, and
         ``ConfigError`` for content of another kind than the run's.
         """
-        # Importing torch costs seconds and memory, which queries by id need not pay.
-        from raycl.inference.checkpoint_encoder import load_checkpoint_encoder
-
         with self._lock:
+            checkpoint = last_checkpoint(Place(absolute(self._run)))
+            # Importing torch costs seconds and memory, which queries by id and of a run without checkpoint need not pay.
+            from raycl.inference.checkpoint_encoder import load_checkpoint_encoder
+
             encoder = self._encoder
-            if encoder is None or encoder.checkpoint != last_checkpoint(Place(absolute(self._run))):
+            if encoder is None or encoder.checkpoint != checkpoint:
                 self._encoder = encoder = load_checkpoint_encoder(self._run)
             embed = encoder.embed_image if kind == "image" else encoder.embed_text
             return embed(content), encoder.checkpoint
