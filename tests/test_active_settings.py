@@ -57,6 +57,7 @@ OTHERS: dict[str, Any] = {
     "data.cache": "stream",
     "data.samples_per_class": 2,
     "text.tokenizer": "tokenizer.json",
+    "text.corpus": "documents.parquet",
     "text.max_document_length": 500,
     "augment.views": [{"count": 3}, {"count": 1, "size": 8}],
     "augment.crop_scale": [0.5, 0.75],

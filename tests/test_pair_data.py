@@ -5,14 +5,17 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from raycl.config.overrides import override
 from raycl.data import click_logs
@@ -36,8 +39,9 @@ from raycl.data.sources import Fragment, RawRows, Source
 from raycl.data.texts import TextFormat, TextsFormat, TokenLists, Tokens
 from raycl.errors import DataError, InvalidValueError
 from raycl.recipes import recipe
+from raycl.tokenization import train_tokenizer
 from raycl.training.data_set import learn_vocabulary, read_vocabulary
-from raycl.training.preflight import column_names
+from raycl.training.preflight import column_names, find_corpus, find_sources
 from tests.pairs import vocabulary
 from tests.texts import invented_texts
 
@@ -550,6 +554,45 @@ def test_tokens_are_counted_for_encoders_that_start_from_their_frequencies() -> 
     assert not recipe("simclr").counts_tokens
     assert recipe("clip").counts_tokens
     assert not override(recipe("clip"), {"text_encoder.name": "transformer"}).counts_tokens
+
+
+def test_a_corpus_adds_its_texts_to_the_vocabulary(tmp_path: Path) -> None:
+    pairs, corpus = tmp_path / "pairs.parquet", tmp_path / "corpus.parquet"
+    pq.write_table(pa.table({"question": ["a cat", "a dog"], "answer": ["cats purr", "dogs bark"]}), pairs)
+    names = {"data.columns.query": "question", "data.columns.document": "answer"}
+    config = override(recipe("two_tower"), {**names, "text.corpus": str(corpus)})
+    sources = find_sources(config, [str(pairs)])
+    own = ["a cat", "a dog", "cats purr", "dogs bark"]
+    tokenizer = train_tokenizer(own, vocabulary_size=300)
+
+    def frequencies() -> NDArray[np.float32]:
+        found = find_corpus(config)
+        assert found is not None
+        columns = sources[0].columns
+        read = read_vocabulary(config.text, tokenizer, columns, sources, corpus=found, counted=True)
+        assert read.weights is not None
+        return read.weights
+
+    others = ["a bird", "birds sing"]
+    for more in (
+        {"text": others},
+        {"answer": others, "price": [1.0, 2.0]},  # a column of the run's pairs
+        {"text": others[:1], "question": others[1:]},
+        {"text": [others]},  # a list of texts with the same meaning
+    ):
+        pq.write_table(pa.table(more), corpus)
+        texts = own + others
+        holds = np.array(
+            [np.isin(np.arange(tokenizer.num_tokens), row) for row in tokenizer.encode(texts, 512)]
+        )
+        expected = np.log((1 + len(texts)) / (1 + holds.sum(0))) + 1
+        np.testing.assert_allclose(frequencies(), expected, rtol=1e-6)
+    pq.write_table(pa.table({"body": others}), corpus)
+    with pytest.raises(
+        DataError, match="has none of the columns text, question, answer; it has body: rename its"
+    ):
+        find_corpus(config)
+    assert find_corpus(recipe("two_tower")) is None
 
 
 # Columns

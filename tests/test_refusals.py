@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -297,7 +298,7 @@ def test_a_run_says_which_files_and_labels_it_ignores() -> None:
         ignored=((".md", 2),),
         ignored_label="double",
     )
-    run: Any = SimpleNamespace(config=recipe("simcse"), sources=(source,))
+    run: Any = SimpleNamespace(config=recipe("simcse"), sources=(source,), corpus=None)
     data: Any = SimpleNamespace(can_be_evaluated=False)
     _report_skipped(data, run, lines.append)
     assert lines == [
@@ -305,3 +306,6 @@ def test_a_run_says_which_files_and_labels_it_ignores() -> None:
         "ignored the column 'label' of sentences: it holds double, not integers or text",
         "the samples have no labels: no periodic kNN",
     ]
+    run.corpus, lines[:] = replace(source, uri="documents", ignored_label=""), []
+    _report_skipped(data, run, lines.append)
+    assert "files not read in documents: 2 .md" in lines

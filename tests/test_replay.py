@@ -32,6 +32,7 @@ from raycl.step_replay.record import read_record
 from raycl.step_replay.restore import train_until
 from raycl.step_replay.rows import read_rows
 from raycl.step_replay.softmax import SideWeights, WatchedObjective, explain
+from raycl.tokenization import inverse_document_frequency
 from tests.images import write_digits
 from tests.recorded_runs import record_run, small_config
 from tests.texts import invented_texts
@@ -294,6 +295,24 @@ def test_a_rollback_leaves_the_loss_of_a_later_stage(loss: str, objective: type,
     runner.position = replace(runner.position, rollbacks=1, cross_entropy_until=10)
     assert math.isfinite(runner.step(before.views, watch=watch).loss)
     assert isinstance(used[0], objective)
+
+
+def test_a_replay_counts_the_tokens_of_the_corpus(tmp_path: Path) -> None:
+    texts = invented_texts(60)
+    for name, part in (("own", texts[:40]), ("more", texts)):
+        pq.write_table(pa.table({"text": part}), tmp_path / f"{name}.parquet")
+    bag = {"encoder.name": "bag_of_subwords", "encoder.kwargs": {"dim": 16, "hidden_dim": 0}}
+    config = small_config(
+        "simcse", {**bag, "text.corpus": str(tmp_path / "more.parquet"), "stages.0.steps": 1}
+    )
+    run = record_run(config, tmp_path / "own.parquet", tmp_path / "run")
+    job = read_rows(read_record(str(run))).with_counted_tokens()
+    assert job.vocabulary is not None and job.vocabulary.weights is not None
+    tokenizer = job.vocabulary.tokenizer
+    rows = tokenizer.encode(texts[:40] + texts, config.text.longest)
+    np.testing.assert_array_equal(
+        job.vocabulary.weights, inverse_document_frequency(rows, tokenizer.num_tokens)
+    )
 
 
 @pytest.fixture(scope="module")

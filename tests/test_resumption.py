@@ -76,10 +76,13 @@ def test_an_added_stage_cannot_begin_to_learn_a_bias(learns: bool, tmp_path: Pat
         check_output(added, Place(str(tmp_path)), resume=True)
 
 
-def test_a_guide_may_move_but_not_come_or_go(tmp_path: Path) -> None:
+def test_a_guide_and_a_corpus_may_move_but_not_come_or_go(tmp_path: Path) -> None:
     def guided(folder: str | None) -> RunConfig:
         settings = {f"negatives.guide.{side}": folder for side in ("query", "document")}
         return raycl.override(raycl.recipe("two_tower"), settings)
+
+    def counted(corpus: str | None) -> RunConfig:
+        return raycl.override(raycl.recipe("two_tower"), {"text.corpus": corpus})
 
     for before, now, is_refused in (("near", "far", False), (None, "far", True), ("near", None, True)):
         (tmp_path / "config.yaml").write_text(config_to_yaml(guided(before)))
@@ -88,6 +91,10 @@ def test_a_guide_may_move_but_not_come_or_go(tmp_path: Path) -> None:
         )
         with says if is_refused else contextlib.nullcontext():
             check_output(guided(now), Place(str(tmp_path)), resume=True)
+        (tmp_path / "config.yaml").write_text(config_to_yaml(counted(before)))
+        says = pytest.raises(ConfigError, match=rf"would change text\.corpus from {before!r} to {now!r}")
+        with says if is_refused else contextlib.nullcontext():
+            check_output(counted(now), Place(str(tmp_path)), resume=True)
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def test_sentences_without_words_are_evaluated_without_a_baseline(
 
 def test_the_files_that_are_not_read_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(small_config("simcse"), tmp_path / "run")
-    pairs = {"sentence1": ["a b", "b c"], "sentence2": ["a", "b c"], "score": [2, 3]}
+    pairs = {"sentence1": ["a b", "b c"], "sentence2": ["a", "b c"], "score": [2, 3], "split": ["dev"] * 2}
     for name, rows in {"test": pairs, "corpus": {"text": ["a c", "b d"]}}.items():
         (tmp_path / name).mkdir()
         pq.write_table(pa.table(rows), tmp_path / name / "rows.parquet")

@@ -89,6 +89,10 @@ _OWN_TOKENIZER = Condition(
     "a tokenizer that the run trains: without text.tokenizer and without a pretrained encoder",
     lambda run, _: run.text.tokenizer is None and not run.has_pretrained_tokenizer,
 )
+_COUNTED_TOKENS = Condition(
+    "a tokenizer that the run trains, or a text encoder that starts from the frequencies of tokens (bag_of_subwords)",
+    lambda run, index: _OWN_TOKENIZER.holds(run, index) or run.counts_tokens,
+)
 _MEMORY_BANK = when("negatives.store", "memory_bank")
 _MINED = Condition("negatives.mined.num 1 or more", lambda run, _: run.negatives.mined.num > 0)
 _STORE = when("negatives.store", "queue", "memory_bank", "partition")
@@ -152,6 +156,7 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
     "data.shuffle_buffer_size": (when("data.cache", "auto", "stream"),),
     "data.samples_per_class": (when("data.kind", "image", "text"), when("key", "tower", "momentum_encoder")),
     "text": (_TEXTS,),
+    "text.corpus": (_COUNTED_TOKENS,),
     "text.vocabulary_size": (_OWN_TOKENIZER,),
     "text.lowercase": (_OWN_TOKENIZER,),
     "text.max_document_length": (_PAIRS,),

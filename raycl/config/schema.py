@@ -239,6 +239,9 @@ class TextConfig(Section):
     tokenizer: str | None = None
     """Address of a ``tokenizer.json``; by default a tokenizer is trained on the run's texts."""
 
+    corpus: str | None = None
+    """Address of more texts, such as documents without queries, to train the tokenizer and count tokens on."""
+
     vocabulary_size: Annotated[int, Field(ge=261)] = 16_384
     """Largest number of tokens of a trained tokenizer, at least 261: all bytes and the special tokens."""
 

@@ -122,6 +122,23 @@ class ColumnNamesWithoutNegatives(ColumnNames):
     _usual_of_pairs: ClassVar[tuple[str, ...]] = ("query_id", "document_id")
 
 
+@final
+class CorpusColumnNames(ColumnNames):
+    """The columns of texts of which a corpus has one or more."""
+
+    _usual: ClassVar[tuple[str, ...]] = ()
+    _usual_of_pairs: ClassVar[tuple[str, ...]] = ()
+
+    def found_in(self, names: Sequence[str], *, where: str) -> ColumnNames:
+        """Return the columns that exist; raises ``DataError`` if there is none."""
+        if found := {role: name for role, name in self.contents.items() if name in names}:
+            return CorpusColumnNames(**{"image": None, **found})
+        raise DataError(
+            f"{where} has none of the columns {', '.join(self.contents.values())}; it has {', '.join(names)}: "
+            "rename its column of texts to text"
+        )
+
+
 def is_text(kind: pa.DataType) -> bool:
     """Whether a column holds strings."""
     values = kind.value_type if pa.types.is_dictionary(kind) else kind

@@ -24,7 +24,7 @@ from raycl.errors import DataError, InvalidValueError, RayclError, last_line
 from raycl.recipes import recipe
 from raycl.storage import Place
 from raycl.tokenization import Vocabulary
-from raycl.training.preflight import check_has_labels, check_pairs, check_sizes, column_names
+from raycl.training.preflight import check_has_labels, check_pairs, check_sizes, column_names, find_corpus
 from raycl.training.transforms import build_formats
 
 MAX_FRAGMENTS = 8
@@ -120,8 +120,9 @@ def check_data(
 def _unmet_needs(source: Source, config: RunConfig) -> Iterator[CheckResult]:
     """Yield a failed result for splits in place of classes, too few rows for a batch, and missing labels."""
     of_one = config.model_copy(update={"data": config.data.model_copy(update={"weights": None})})
-    checks: tuple[tuple[str, Callable[[], None]], ...] = (
+    checks: tuple[tuple[str, Callable[[], object]], ...] = (
         ("labels", lambda: check_no_splits(source)),
+        ("text.corpus", lambda: find_corpus(config)),
         ("batch size", lambda: check_sizes(of_one, {source.uri: source.num_rows})),
         ("labels", lambda: check_has_labels(config, source.has_labels, source.ignored_label)),
     )

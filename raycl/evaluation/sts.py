@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 import pyarrow as pa
@@ -88,6 +88,8 @@ class _Pairs:
 
 class _PairColumns(ColumnNames):
     """The columns of scored pairs: as roles of ids, scores and names are numbers or text in files without types."""
+
+    _usual: ClassVar[tuple[str, ...]] = ()  # no labels tell which pairs match
 
     def found_in(self, names: Sequence[str], *, where: str) -> ColumnNames:
         for name in REQUIRED_COLUMNS:

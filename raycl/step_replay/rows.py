@@ -29,7 +29,7 @@ from raycl.training.coordinator import RunCoordinator
 from raycl.training.data_module import evaluation_fragments, fragments_kept_whole, hold_out, streamed_ids
 from raycl.training.data_set import read_vocabulary
 from raycl.training.job import Job
-from raycl.training.preflight import check_pairs, check_sizes, find_sources
+from raycl.training.preflight import check_pairs, check_sizes, find_corpus, find_sources
 from raycl.training.transforms import build_formats
 from raycl.training.views import build_sampler
 
@@ -104,7 +104,9 @@ class RunRows:
         if tokenizer is None or not config.counts_tokens:
             return self.job
         columns = self.sources[0].columns
-        vocabulary = read_vocabulary(config.text, tokenizer, columns, self.sources, counted=True)
+        vocabulary = read_vocabulary(
+            config.text, tokenizer, columns, self.sources, corpus=find_corpus(config), counted=True
+        )
         return replace(self.job, vocabulary=vocabulary)
 
 

@@ -68,13 +68,17 @@ class DataModule:
         """Whether some samples are held out for the periodic evaluation."""
         return self.holdout.test > 0 and self.can_be_evaluated
 
-    def learn_vocabulary(self, tokenizer: Tokenizer | None) -> Vocabulary:
-        """Train a tokenizer unless one is given, and count tokens if an encoder uses it; required before decoding."""
+    def learn_vocabulary(self, tokenizer: Tokenizer | None, corpus: Source | None = None) -> Vocabulary:
+        """Train a tokenizer unless one is given, and count tokens if an encoder uses it; required before decoding.
+
+        ``corpus`` holds more texts for both.
+        """
         vocabulary = learn_vocabulary(
             self._config.text,
             tokenizer,
             self.columns,
             [each.rows for each in self.data_sets],
+            corpus=corpus,
             counted=self._config.counts_tokens,
         )
         self._tokenizer = vocabulary.tokenizer

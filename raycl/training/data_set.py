@@ -114,16 +114,17 @@ def learn_vocabulary(
     columns: ColumnNames,
     data: Sequence[Source | ray.data.Dataset],
     *,
+    corpus: Source | None = None,
     counted: bool,
 ) -> Vocabulary:
     """Read texts as ``read_vocabulary`` does: those of sources in a task of Ray, near the data."""
     if tokenizer is not None and not counted:
         return Vocabulary(tokenizer)
     if not isinstance(data[0], Source):
-        return read_vocabulary(text, tokenizer, columns, data, counted=counted)
+        return read_vocabulary(text, tokenizer, columns, data, corpus=corpus, counted=counted)
     task: Any = ray.remote(num_cpus=1)(read_vocabulary)  # pyright: ignore
     with unwrap_ray_errors():
-        return ray.get(task.remote(text, tokenizer, columns, data, counted=counted))
+        return ray.get(task.remote(text, tokenizer, columns, data, corpus=corpus, counted=counted))
 
 
 def read_vocabulary(
@@ -132,14 +133,18 @@ def read_vocabulary(
     columns: ColumnNames,
     data: Sequence[Source | ray.data.Dataset],
     *,
+    corpus: Source | None = None,
     counted: bool,
 ) -> Vocabulary:
     """Train a tokenizer on the texts of these columns unless one is given, and count their tokens if ``counted``.
 
+    The texts of a ``corpus`` are read as well, in its own columns.
     Raises ``DataError`` if no text is valid.
     """
     columns = replace(columns, **{role: None for role in columns.asked if role not in ROLES})
     texts = [_texts(text, each, columns) for each in data]
+    if corpus is not None:
+        texts.append(_texts(text, corpus, corpus.columns))
     # In turn: otherwise a large data set would leave no room for the next one.
     in_turn = (each for group in zip_longest(*texts) for each in group if each is not None)
     found = list(islice(in_turn, text.tokenizer_train_size))

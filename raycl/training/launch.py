@@ -171,7 +171,7 @@ def train_validated(
         )
         _check_data(run, data, described)
         check_cluster(config, streamed=data.streamed, report=report)
-        vocabulary = _learn_vocabulary(config, data, tokenizer, report) if config.has_texts else None
+        vocabulary = _learn_vocabulary(run, data, tokenizer, report) if config.has_texts else None
         if vocabulary and tokenizer is None:
             _check_towers(config, encoder, vocabulary)
         job = _read_data(run, data, coordinator, quiet=quiet)
@@ -194,13 +194,13 @@ def train_validated(
 
 
 def _learn_vocabulary(
-    config: RunConfig, data: DataModule, tokenizer: Tokenizer | None, report: Printer
+    run: ValidatedRun, data: DataModule, tokenizer: Tokenizer | None, report: Printer
 ) -> Vocabulary:
     if tokenizer is None:
         report("training a tokenizer on the texts")
-    elif config.counts_tokens:
+    elif run.config.counts_tokens:
         report("counting the tokens of the texts")
-    return data.learn_vocabulary(tokenizer)
+    return data.learn_vocabulary(tokenizer, run.corpus)
 
 
 def _check_towers(config: RunConfig, network: nn.Module | None, vocabulary: Vocabulary) -> None:
@@ -211,7 +211,7 @@ def _check_towers(config: RunConfig, network: nn.Module | None, vocabulary: Voca
 
 
 def _report_skipped(data: DataModule, run: ValidatedRun, report: Printer) -> None:
-    for source in run.sources:
+    for source in (*run.sources, *filter(None, [run.corpus])):
         for line in source.unread():
             report(line)
     if not data.can_be_evaluated and run.config.evaluation.every_epochs != 0:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from raycl.config import RunConfig
 from raycl.config.conditions import why_inactive
 from raycl.config.overrides import config_from_yaml, config_to_yaml, differences, leaves
-from raycl.data.columns import ColumnNames, ColumnNamesWithoutNegatives, check_labels
+from raycl.data.columns import ColumnNames, ColumnNamesWithoutNegatives, CorpusColumnNames, check_labels
 from raycl.data.embeddings import check_embeddings
 from raycl.data.sampler import batch_counts
 from raycl.data.sources import Source, check_no_splits, check_output_is_outside, find_source
@@ -40,7 +40,9 @@ MAY_CHANGE = re.compile(
 )
 _CHUNKS = re.compile(r"stages\.\d+\.(chunk_size|cached_chunks|activation_checkpoint_every)")
 _OF_A_JOB = "working_dir_files"  # in the path of a copy of a folder that was submitted to Ray
-_ADDRESSES = re.compile(r"negatives\.guide\.(query|document)")  # may be changed, but not added or removed
+_ADDRESSES = re.compile(
+    r"negatives\.guide\.(query|document)|text\.corpus"
+)  # may be changed, but not added or removed
 
 
 @final
@@ -53,6 +55,7 @@ class ValidatedRun:
     lease: Lease
     resumed: bool
     sources: tuple[Source, ...]
+    corpus: Source | None = None
 
 
 @contextlib.contextmanager
@@ -94,7 +97,14 @@ def validate_run(
             check_has_labels(config, sources[0].has_labels, sources[0].ignored_label)
             check_sizes(config, {source.uri: source.num_rows for source in sources})
         check_guide(config)
-        yield ValidatedRun(config=config, output=place, lease=lease, resumed=resume, sources=tuple(sources))
+        yield ValidatedRun(
+            config=config,
+            output=place,
+            lease=lease,
+            resumed=resume,
+            sources=tuple(sources),
+            corpus=find_corpus(config),
+        )
 
 
 def with_absolute_model(config: RunConfig) -> RunConfig:
@@ -302,6 +312,16 @@ def column_names(config: RunConfig) -> ColumnNames:
 def find_sources(config: RunConfig, data: Iterable[str]) -> tuple[Source, ...]:
     """Find the data sets of a run, with the columns that it reads; raises ``DataError`` or ``StorageError``."""
     return tuple(find_source(uri, column_names(config)) for uri in data)
+
+
+def find_corpus(config: RunConfig) -> Source | None:
+    """Find the texts of ``text.corpus``, in a column ``text`` or in the run's own columns of texts."""
+    if config.text.corpus is None:
+        return None
+    named = {role: name for role, name in column_names(config).contents.items() if role != "image"}
+    if "text" not in named.values():
+        named["text"] = "text"
+    return find_source(config.text.corpus, CorpusColumnNames(**{"image": None, **named}))
 
 
 def check_output(config: RunConfig, output: Place, *, resume: bool) -> None:
