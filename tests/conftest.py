@@ -104,9 +104,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class FromBothEnds(LoadFileScheduling):
         def _assign_work_unit(self, node: Any) -> None:
-            if (
-                node is not self.nodes[0] and config.option.markexpr != "core"
-            ):  # which begins with the longest files
+            # The tests of `core` are few, and begin with the longest files.
+            if node is not self.nodes[0] and config.option.markexpr != "core":
                 self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
             super()._assign_work_unit(node)
 
