@@ -107,6 +107,11 @@ def test_equal_similarities_are_ordered_by_index(dtype: torch.dtype, sign: int, 
     assert index.tolist() == [[0]]
 
 
+def test_queries_of_another_encoder_are_refused() -> None:
+    with pytest.raises(DataError, match=r"queries have the shape \[2, 3\] and the bank \[4, 5\]; give rows of the"):
+        nearest(torch.ones(2, 3), torch.ones(4, 5), k=1)
+
+
 @pytest.mark.parametrize("rising", [True, False])
 def test_the_order_of_the_bank_and_negative_similarities_have_no_effect(rising: bool, blocks: Blocks) -> None:
     blocks(256, 64)

@@ -63,6 +63,9 @@ REFUSED = {
     f"{GUIDED} --data ids --set negatives.guide.query=earlier": "earlier has no parquet file (1 others); give",
     f"{GUIDED} --data ids --set negatives.guide.query=missing": "there is nothing at",
     f"{GUIDED} --data ids": "no column 'query_id'; it has query, document: write it by `raycl embed",
+    f"{GUIDED} --data ids --set data.cache=stream --set stages.0.logq_correction=simple": "logq_correction and "
+    "negatives.guide need the ids of all rows before training, which streamed data do not have; set "
+    "data.cache=materialize, or remove them",
     f"{GUIDED} --data ids --set data.cache=stream": "negatives.guide needs the ids of all rows before training, which",
     "train two_tower --data ids --output new --batch-size 2 --set stages.0.logq_correction=simple "
     "--set data.cache=stream": "logq_correction needs the ids of all rows before training, which streamed data",

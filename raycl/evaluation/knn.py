@@ -38,8 +38,12 @@ def nearest(query: Tensor, bank: Tensor, *, k: int, mask: Mask | None = None) ->
     and k = 200, for a bank of any length. In the worst case (very large k, or a block whose rows all beat
     all earlier ones) the candidates take 60 bytes per entry of the tile.
 
-    Raises ``ConfigError`` for k below 1, ``DataError`` for an empty bank or values that are not finite.
+    Raises ``ConfigError`` for k below 1, ``DataError`` for an empty bank, another dim, or values that are not finite.
     """
+    if query.shape[1:] != bank.shape[1:]:
+        raise DataError(
+            f"queries have the shape {list(query.shape)} and the bank {list(bank.shape)}; give rows of the same encoder"
+        )
     if len(bank) == 0:
         raise DataError("the bank is empty: got 0 rows; give the rows to search")
     if k < 1:

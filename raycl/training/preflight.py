@@ -141,14 +141,15 @@ def _check_repeated(data: Sequence[str]) -> None:
 
 def check_streamed(config: RunConfig) -> None:
     """Raise ``ConfigError`` if a setting needs all rows before training, which streamed data do not have."""
-    needs = {
+    settings = {
         "logq_correction": any(stage.logq_correction != "none" for stage in config.stages),
         "negatives.guide": config.negatives.guide.query is not None,
     }
-    if names := [name for name, is_set in needs.items() if is_set]:
+    if names := [name for name, is_set in settings.items() if is_set]:
+        needs, it = ("needs", "it") if len(names) == 1 else ("need", "them")
         raise ConfigError(
-            f"{' and '.join(names)} needs the ids of all rows before training, which streamed data do not have; "
-            "set data.cache=materialize, or remove it"
+            f"{' and '.join(names)} {needs} the ids of all rows before training, which streamed data do not have; "
+            f"set data.cache=materialize, or remove {it}"
         )
     negatives, kind = config.negatives, config.data.kind
     if negatives.mined.num == 0:
