@@ -108,7 +108,9 @@ def test_equal_similarities_are_ordered_by_index(dtype: torch.dtype, sign: int, 
 
 
 def test_queries_of_another_encoder_are_refused() -> None:
-    with pytest.raises(DataError, match=r"queries have the shape \[2, 3\] and the bank \[4, 5\]; give rows of the"):
+    with pytest.raises(
+        DataError, match=r"queries have the shape \[2, 3\] and the bank \[4, 5\]; give rows of the"
+    ):
         nearest(torch.ones(2, 3), torch.ones(4, 5), k=1)
 
 
