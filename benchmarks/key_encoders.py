@@ -1,7 +1,8 @@
 """Keys by a pool of actors: accuracy at several ages of the keys, and the time of a step without them.
 
     python benchmarks/key_encoders.py --data train.parquet ages --output DIR [--ages 3.5 8 64 256] [--seeds 3]
-        [--epochs 40] [--encoder small|resnet18|tiny] [--batch-size 256] [--figure FILE] [--json FILE]
+        [--epochs 40] [--encoder small|resnet18|tiny] [--batch-size 256] [--set key.path=value] [--figure FILE]
+        [--json FILE]
     python benchmarks/key_encoders.py --data train.parquet pace [--actors 1] [--steps 120] [--repeats 3]
         [--encoder small] [--batch-size 256] [--json FILE]
 
@@ -25,6 +26,8 @@ from typing import Any
 
 from measuring import Line, add_times, alternate, apart, make_parser, repeating, report, summarize, table
 from training_steps import ENCODERS, logged_steps, steps_alone
+
+from raycl.config.overrides import parse_setting
 
 AHEAD, MIXED = 2, 4
 WARMUP_STEPS = 10
@@ -57,6 +60,7 @@ def ages(options: argparse.Namespace) -> None:
             output = Path(options.output) / f"{side.replace(' ', '-')}-seed-{seed}"
             common = {"seed": seed, "stages.0.epochs": options.epochs, "log_every_steps": 20}
             common |= {"stages.0.batch_size": options.batch_size, "evaluation.k": options.k}
+            common |= dict(map(parse_setting, options.set))
             train(output, options.data, encoder_settings(options.encoder) | common | settings)
             found.append(read_run(output))
             curves.setdefault(side, []).append(found[-1].pop("curve"))
@@ -214,6 +218,7 @@ def main() -> None:
         batch_size=256,
     )
     parser.add_argument("part", choices=("ages", "pace"))
+    parser.add_argument("--set", action="append", default=[], help="a setting of all runs, key.path=value")
     options = parser.parse_args()
     if options.part == "ages" and not options.output:
         parser.error("ages needs --output, the folder of its runs")

@@ -44,6 +44,13 @@ def test_override_replaces_one_setting_and_keeps_the_original_unchanged() -> Non
     assert config.stages[0].temperature != 0.25
 
 
+def test_override_leaves_the_values_of_its_caller_unchanged() -> None:
+    kwargs = {"dim": 64}
+    settings = {"encoder.kwargs": kwargs, "encoder.kwargs.hidden_dim": 8}
+    changed = override(recipe("two_tower"), settings)
+    assert (kwargs, changed.encoder.kwargs) == ({"dim": 64}, {"dim": 64, "hidden_dim": 8})
+
+
 def test_settings_are_replaced_in_order_and_the_last_duplicate_wins() -> None:
     settings = ["encoder.width=1", "encoder={name: resnet34, width: 3}", "encoder.width=2"]
     changed = override(recipe("simclr"), settings).encoder

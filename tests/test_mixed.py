@@ -325,7 +325,8 @@ def test_equal_class_names_of_two_data_sets_are_one_class(tmp_path: Path) -> Non
     first, second = folder_of(tmp_path / "a", "cat", "dog"), folder_of(tmp_path / "b", "ant", "dog", "cat")
     samples = DataModule(run_of(), None, [find_source(each) for each in (first, second)])
     assert samples.classes == ("ant", "cat", "dog")
-    labels = [label for each in samples.data_sets for part in each.fragments for label in part.labels]
+    sources = [each.source for each in samples.data_sets if each.source]
+    labels = [label for source in sources for part in source.fragments for label in part.labels]
     assert labels == [1, 2, 0, 1, 2]
 
 

@@ -242,7 +242,7 @@ def override(config: RunConfig, settings: Sequence[str] | Mapping[str, Any]) -> 
         if dict(pairs).get(f"{side}.name", known) != known:
             values[side]["kwargs"] = {}  # arguments of the previous encoder
     for path, value in pairs:
-        _set(values, path, value)
+        _set(values, path, copy.deepcopy(value))  # a later path may lie within it
     changed = config_from_dict(values, drops_inactive=True)
     _check_active(changed, pairs)
     return changed

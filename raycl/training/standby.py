@@ -41,12 +41,12 @@ def importing(function: str) -> dict[str, str]:
 
 def import_worker() -> None:
     """Import the modules of a training worker, unless this process gets an actor at once."""
-    _import_if_idle("raycl.training.loop")
+    _import_if_idle("loop")
 
 
 def import_controller() -> None:
     """Import the modules of Ray Train's controller, unless this process gets an actor at once."""
-    _import_if_idle("raycl.training.controller")
+    _import_if_idle("controller")
 
 
 def stand_by(number: int = 1, *, began: float) -> None:
@@ -127,6 +127,6 @@ def _import_if_idle(module: str) -> None:
         time.sleep(_IDLE_S)
         if worker.global_worker.actor_id.is_nil():
             with contextlib.suppress(Exception):  # an actor that needs the modules reports the error
-                importlib.import_module(module)
+                importlib.import_module(f"raycl.training.{module}")
 
     threading.Thread(target=run, name="raycl-standby", daemon=True).start()
