@@ -96,21 +96,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``pytest -n``, run each file in one process: the first one begins with the files that need Ray.
-
-    The other processes begin with the last files, so that one Ray serves all tests, and its waits leave no core idle.
-    """
+    """With ``pytest -n``, run each file in one process, in the order of their names: those that need Ray are first."""
     from xdist.scheduler import LoadFileScheduling
 
-    class FromBothEnds(LoadFileScheduling):
-        def _assign_work_unit(self, node: Any) -> None:
-            # The tests of `core` are few, and begin with the longest files.
-            if node is not self.nodes[0] and config.option.markexpr != "core":
-                self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
-            super()._assign_work_unit(node)
-
     config.option.loadscopereorder = False
-    return FromBothEnds(config, log)
+    return LoadFileScheduling(config, log)
 
 
 @pytest.fixture(scope="session")
