@@ -38,7 +38,13 @@ def train(folder: Path, labels: list[int | None], **settings: Any) -> raycl.RunR
     return raycl.train(config, data=str(folder / "digits.parquet"), output=str(folder / "run"), quiet=True)
 
 
-@pytest.mark.parametrize("cache", ["materialize", "stream"])
+@pytest.mark.parametrize(
+    "cache",
+    [
+        pytest.param("materialize", marks=pytest.mark.drill),  # test_class_batches.py has these counts
+        "stream",
+    ],
+)
 def test_a_run_counts_the_samples_that_form_no_group_of_their_class(cache: str, tmp_path: Path) -> None:
     labels = [*(number % 5 for number in range(300)), *[7] * 3, *[None] * 5]
     result = train(tmp_path, labels, **{"data.cache": cache, "workers": 1})
