@@ -67,8 +67,9 @@ def pack_rows(
     """Copy the ``columns`` of tars, CSV or JSONL files into parquet files, with the same ids; return the source.
 
     Without a column of ids, these are the numbers of the rows, in the column ``sample_id``. Texts become bytes, since
-    some may not be UTF-8; training counts those. Images that are named by paths are copied too. Raises ``DataError`` for other or broken files, ``StorageError`` if
-    the output exists, ``ConfigError`` for less than a row per file.
+    some may not be UTF-8; training counts those. Images that are named by paths are copied too; one that cannot be read
+    is null, which training counts as missing. Raises ``DataError`` for other or broken files, ``StorageError`` if the
+    output exists, ``ConfigError`` for less than a row per file.
     """
     _check_rows_per_file(rows_per_file)
     check_output_is_outside(output, [data])

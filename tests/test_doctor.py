@@ -605,6 +605,14 @@ def test_splits_in_place_of_classes_are_red(tmp_path: Path) -> None:
     assert "holds a data set in 2 splits; give --data" in labels.seen
 
 
+def test_a_missing_corpus_is_red(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["a b", "b c"]}), tmp_path / "a.parquet")
+    config = override(recipe("simcse"), {"text.corpus": str(tmp_path / "b"), "stages.0.batch_size": 2})
+    _, corpus = itertools.islice(check_data(str(tmp_path / "a.parquet"), None, config), 2)
+    assert (corpus.name, corpus.good) == ("text.corpus", False)
+    assert "there is nothing at" in corpus.seen
+
+
 def test_an_invalid_recipe_is_refused_immediately() -> None:
     with pytest.raises(ConfigError, match="nonsense"):
         plan("nonsense", {}, None, [])

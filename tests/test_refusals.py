@@ -60,6 +60,9 @@ REFUSED = {
     "train simcse --data captions --output new --set encoder.name=resnet18": "unknown encoder.name 'resnet18'",
     "train two_tower --data weights --output new --set data.columns.weight=weight": "labels ('label'), so that rows become pairs, which have no weight",
     f"{GUIDED} --data pairs": "negatives.guide finds embeddings by id, and the data have no query_id; name the",
+    "train two_tower --data ids --output new --batch-size 2 --set text.corpus=missing": "there is nothing at",
+    "train two_tower --data ids --output new --batch-size 2 --set text.corpus=unlabeled": "unlabeled has none of "
+    "the columns text, query, document; it has image: rename its column of texts to text",
     f"{GUIDED} --data ids --set negatives.guide.query=earlier": "earlier has no parquet file (1 others); give",
     f"{GUIDED} --data ids --set negatives.guide.query=missing": "there is nothing at",
     f"{GUIDED} --data ids": "no column 'query_id'; it has query, document: write it by `raycl embed",

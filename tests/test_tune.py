@@ -334,9 +334,10 @@ def test_a_failed_recipe_ends_the_search_with_its_error(
     [
         (override(recipe("two_tower"), {"text.vocabulary_size": 900, "text.lowercase": False}), True),
         (override(recipe("two_tower"), {"text.tokenizer": "/mine/tokenizer.json"}), False),
+        (override(recipe("simcse"), {"text.corpus": "more.parquet"}), True),  # whose tokens no weights need
         (SIMCLR, False),
     ],
-    ids=["trained", "given", "images"],
+    ids=["trained", "given", "corpus", "images"],
 )
 def test_all_trials_have_the_tokenizer_of_the_first_run(
     config: RunConfig, shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -364,7 +365,8 @@ def test_all_trials_have_the_tokenizer_of_the_first_run(
     source: Any = SimpleNamespace(num_rows=5_000, uri="data")
     result = search.search(config, output=place.uri, sources=[source], deadline=600.0, quiet=True)
     tokenizer = str(tmp_path / "trials" / names[0] / "tokenizer.json")
-    changed = override(config, {"text.tokenizer": tokenizer}) if shared else config
+    read = config if config.counts_tokens or not shared else override(config, {"text.corpus": None})
+    changed = override(read, {"text.tokenizer": tokenizer}) if shared else config
     assert runners[0].config == changed
     assert trial_config(changed, {BATCH: 128}, 5_000, "0-1").text.tokenizer == changed.text.tokenizer
     assert result.config == config  # and not the tokenizer of a trial

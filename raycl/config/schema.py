@@ -240,7 +240,9 @@ class TextConfig(Section):
     """Address of a ``tokenizer.json``; by default a tokenizer is trained on the run's texts."""
 
     corpus: str | None = None
-    """Address of more texts, such as documents without queries, to train the tokenizer and count tokens on."""
+    """Address of more texts to train the tokenizer and count tokens on, such as documents without queries; in a column
+    ``text`` or in a column of the run's texts.
+    """
 
     vocabulary_size: Annotated[int, Field(ge=261)] = 16_384
     """Largest number of tokens of a trained tokenizer, at least 261: all bytes and the special tokens."""

@@ -60,10 +60,10 @@ def embed_to_parquet(
     ``document_id`` if ``columns`` names them, as the numbers that a run compares. ``side`` selects one of two towers.
     ``index="faiss"`` also writes ``_index.faiss`` to the folder: an exact FAISS index of the rows by cosine, whose
     ids are the sample ids. This process then holds all representations in memory once. A run that trained your own
-    module needs it as ``network``. ``max_invalid_fraction`` is the run's by default. Returns the read statistics, with invalid rows by cause. Raises ``StorageError``
-    if the output exists, ``ConfigError`` if FAISS is not installed or no GPU comes for ``gpu``, and ``DataError`` for a
-    folder of splits or if
-    too many rows are invalid, which leaves nothing at the output.
+    module needs it as ``network``. ``max_invalid_fraction`` is the run's by default. Returns the read statistics,
+    with invalid rows by cause. Raises ``StorageError`` if the output exists, ``ConfigError`` if FAISS is not installed
+    or no GPU comes for ``gpu``, and ``DataError`` for a folder of splits or if too many rows are invalid, which leaves
+    nothing at the output.
     """
     check_index(index)
     check_type("columns", columns, ColumnNames, optional=True)

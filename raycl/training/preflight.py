@@ -40,9 +40,8 @@ MAY_CHANGE = re.compile(
 )
 _CHUNKS = re.compile(r"stages\.\d+\.(chunk_size|cached_chunks|activation_checkpoint_every)")
 _OF_A_JOB = "working_dir_files"  # in the path of a copy of a folder that was submitted to Ray
-_ADDRESSES = re.compile(
-    r"negatives\.guide\.(query|document)|text\.corpus"
-)  # may be changed, but not added or removed
+# These may be changed, but not added or removed.
+_ADDRESSES = re.compile(r"negatives\.guide\.(query|document)|text\.corpus")
 
 
 @final

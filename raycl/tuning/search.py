@@ -171,8 +171,8 @@ def search(
         pace = runner.run({}, PACE_STEPS * config.stages[0].batch_size, name)
         if why_inactive(config, "text.vocabulary_size") is None:
             # Each trial would train the same tokenizer.
-            unread = {} if config.counts_tokens else {"text.corpus": None}
-            shared = override(config, {"text.tokenizer": f"{trials}/{name}/{TOKENIZER}"} | unread)
+            shared = config if config.counts_tokens else override(config, {"text.corpus": None})
+            shared = override(shared, {"text.tokenizer": f"{trials}/{name}/{TOKENIZER}"})
             runner = replace(runner, config=shared)
         rungs = plan_rungs(config, num_rows, pace, left_s())
         report(

@@ -22,6 +22,7 @@ from raycl.data.sources import find_source
 from raycl.embedding_snapshot import LATEST, read_probe_set, read_snapshot
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.inference.checkpoint_encoder import load_checkpoint_encoder
+from raycl.models.build import load_tokenizer
 from raycl.preparation import gather_texts, group_pairs, make_tokenizer
 from raycl.records import read_metrics
 from raycl.report.writer import write_report
@@ -415,10 +416,13 @@ def test_sentences_are_streamed_and_evaluated_by_human_scores(tmp_path: Path) ->
     pq.write_table(pa.table({"text": [*texts, "", None]}), data)
     score = [len(set(a.split()) & set(b.split())) for a, b in itertools.pairwise(texts)]
     pq.write_table(pa.table({"sentence1": texts[:-1], "sentence2": texts[1:], "score": score}), pairs)
+    corpus = tmp_path / "corpus.parquet"
+    pq.write_table(pa.table({"text": ["zyzzyva"] * 400}), corpus)
     settings = {"workers": 1, "encoder.name": "bag_of_subwords", "data.cache": "stream"}
-    config = run_of("simcse", **settings)
+    config = run_of("simcse", **settings, **{"text.corpus": str(corpus)})
     result = raycl.train(config, data=str(data), output=str(tmp_path / "run"), quiet=True)
     assert result.invalid_rows == {"empty text": 1, "missing value": 1}
+    assert len(load_tokenizer(result.output).encode(["zyzzyva"], 9)[0]) == 1  # a word of the corpus alone
     with in_this_process():
         found = raycl.evaluate("sts", run=str(tmp_path / "run"), test=str(pairs), train=str(data), quiet=True)
     assert found["spearman"]["sts"] == found["mean"] > 0.05  # chance level: 0 +- 0.05
