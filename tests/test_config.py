@@ -395,6 +395,23 @@ def test_views_that_a_run_cannot_use_are_refused_with_a_working_remedy(given: st
     override(recipe(name, image_size=32), [*settings, remedy])
 
 
+@pytest.mark.parametrize(
+    ("given", "owner"), [("augment.views.0.count=3", "augment.views"), ("data.weights.1=2", "data.weights")]
+)
+def test_an_entry_of_a_list_that_is_null_is_refused_with_the_name_of_the_list(given: str, owner: str) -> None:
+    path = given.partition("=")[0]
+    with pytest.raises(ConfigError) as caught:
+        override(recipe("simclr", image_size=32), [given])
+    assert (
+        str(caught.value)
+        == f"{path} sets an entry of {owner}, which is null; give the whole list, {owner}=[...]"
+    )
+    whole = override(
+        recipe("simclr", image_size=32), ['augment.views=[{"count":2}]', "augment.views.0.count=3"]
+    )
+    assert whole.num_views == 3
+
+
 def test_views_survive_a_round_trip_through_yaml_and_are_counted_by_size() -> None:
     for name, queries in (("simclr", {32: 2, 16: 4}), ("moco_v2", {32: 1, 16: 4})):
         config = override(recipe(name, image_size=32), [CROPS])

@@ -293,14 +293,19 @@ def parse_setting(setting: str) -> tuple[str, Any]:
 
 
 def _set(values: Any, path: str, value: Any) -> None:
-    *parents, last = path.split(".")
-    for name in parents:
+    names = path.split(".")
+    for depth, name in enumerate(names[:-1], start=1):
         child = _child(values, name, path)
         # Paths below free-form arguments create missing keys.
         values = values.setdefault(child, {}) if isinstance(values, dict) else values[child]
+        if values is None and names[depth].isdecimal():
+            owner = ".".join(names[:depth])
+            raise ConfigError(
+                f"{path} sets an entry of {owner}, which is null; give the whole list, {owner}=[...]"
+            )
         if not isinstance(values, dict | list):
             raise ConfigError(f"unknown key {path}: {name} is a single value, {values!r}")
-    values[_child(values, last, path)] = value
+    values[_child(values, names[-1], path)] = value
 
 
 def _child(values: Any, name: str, path: str) -> Any:
