@@ -65,6 +65,16 @@ def test_one_schedule_over_the_run_warms_up_once_and_steps_down_twice() -> None:
     assert rates(second) == pytest.approx([1.0] * 2 + [0.1] * 3 + [0.01] * 3, rel=1e-6)
 
 
+@pytest.mark.parametrize("scope", ["stage", "run"])
+def test_a_stage_of_one_step_has_its_peak_learning_rate(scope: str) -> None:
+    schedule = {"stages.0.learning_rate_schedule": "step", "stages.0.learning_rate_scope": scope}
+    config = raycl.override(
+        raycl.recipe("simclr"), {**schedule, "stages.0.epochs": None, "stages.0.steps": 1}
+    )
+    (plan,) = stage_plans(config, num_train=[NUM_TRAIN])
+    assert rates(plan) == [config.stages[0].peak_learning_rate]
+
+
 def test_the_hinge_weight_reaches_its_end_at_the_last_step_of_the_stage() -> None:
     weights = {"stages.0.hinge_weight": 0.2, "stages.0.final_hinge_weight": 0.8}
     first, second = plans_of(**weights)

@@ -128,8 +128,10 @@ def _learning_rate_over_stage(stage: Stage, warmup: int, num_steps: int) -> Sche
         "constant": constant(peak),
         "cosine": cosine(peak, 0.0, num_steps=num_steps - warmup),
         "linear": linear(peak, 0.0, num_steps=num_steps - warmup),
-        # At epochs 120 and 160 of 200, as in InstDisc and MoCo.
-        "step": step_down(peak, factor=0.1, steps=[num_steps * part // 5 - warmup for part in (3, 4)]),
+        # At epochs 120 and 160 of 200, as in InstDisc and MoCo; never at the first step.
+        "step": step_down(
+            peak, factor=0.1, steps=[max(1, num_steps * part // 5) - warmup for part in (3, 4)]
+        ),
     }[stage.learning_rate_schedule]
     # The first step must change the weights: start above zero.
     return join([linear(peak / (warmup + 1), peak, num_steps=warmup), rest], boundaries=[warmup])
