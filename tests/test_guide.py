@@ -312,6 +312,14 @@ def test_an_id_may_be_embedded_twice_if_its_embeddings_agree(tmp_path: Path) -> 
             "must be lists of numbers, .* holds fixed_size_list<.* with nulls",
         ),
         (
+            {"query": ([None, *range(79)], [[1.0, 2.0]] * 80)},
+            r"a.parquet has an invalid query_id \(missing id\); give each embedding the id of its row",
+        ),
+        (
+            {"document": ([2.0**53, *map(float, range(79))], [[1.0, 2.0]] * 80)},
+            r"has an invalid document_id \(id of 2\^53 or more as float\); give each",
+        ),
+        (
             {"query": (range(80), [[1e300, 2.0]] * 80)},
             "a.parquet has an embedding that is zero or not finite",
         ),

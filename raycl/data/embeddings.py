@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from raycl.data.codecs import list_lengths
 from raycl.data.columns import is_list, is_number
-from raycl.data.ids import entity_id, stable_ids
+from raycl.data.ids import entity_id, stable_id, why_invalid
 from raycl.data.parquet_tables import open_parquet
 from raycl.data.sources import existing
 from raycl.errors import DataError
@@ -39,15 +39,20 @@ def count_embeddings(uri: str, role: str) -> tuple[int, int]:
 def read_embeddings(uri: str, role: str) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
     """Yield ids [n] and embeddings of unit length [n, dim] of a parquet file or a folder of them.
 
-    Raises ``DataError`` for files without ids of this role, or without vectors that have a direction.
+    Raises ``DataError`` for files without ids of this role, for a missing id, and for vectors without a direction.
     """
     for place in _files(uri):
         with open_parquet(place) as file:
             _check_schema(file.schema_arrow, role, place)
             for batch in file.iter_batches(_BATCH_ROWS, columns=[role, REPRESENTATION]):
                 values = batch.column(role).to_pylist()
-                ids = stable_ids(values) if role == "sample_id" else list(map(entity_id, values))
-                yield np.array(ids, np.int64), _unit_rows(batch.column(REPRESENTATION), place)
+                if cause := next(filter(None, map(why_invalid, values)), None):
+                    raise DataError(
+                        f"{place} has an invalid {role} ({cause}); give each embedding the id of its row"
+                    )
+                to_number = stable_id if role == "sample_id" else entity_id
+                ids = np.array(list(map(to_number, values)), np.int64)
+                yield ids, _unit_rows(batch.column(REPRESENTATION), place)
 
 
 def _files(uri: str) -> list[Place]:
