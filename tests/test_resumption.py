@@ -186,6 +186,16 @@ def test_damaged_data_of_an_earlier_run_are_named(tmp_path: Path) -> None:
         check_same_data(Place(str(tmp_path)), described())
 
 
+@pytest.mark.parametrize("name", ["data", "num_rows", "streamed"])
+def test_data_of_an_earlier_run_without_a_value_are_named(name: str, tmp_path: Path) -> None:
+    earlier = {key: value for key, value in described().items() if key != name}
+    (tmp_path / "data.json").write_text(json.dumps(earlier))
+    with pytest.raises(
+        DataError, match=rf"data\.json is damaged: it has no {name}; restore it, or give another"
+    ):
+        check_same_data(Place(str(tmp_path)), described())
+
+
 def test_a_stream_of_an_earlier_version_is_refused_since_its_order_was_another(tmp_path: Path) -> None:
     (tmp_path / "data.json").write_text(json.dumps(described(workers=[2, 4])))
     with pytest.raises(

@@ -397,6 +397,10 @@ def check_same_data(output: Place, now: dict[str, Any]) -> None:
     if not (output / DATA).exists():
         return
     before = read_object(output / DATA)
+    if missing := sorted({"data", "num_rows", "streamed"} - before.keys()):
+        raise DataError(
+            f"{output / DATA} is damaged: it has no {missing[0]}; restore it, or give another --output"
+        )
     rows, now_rows = (each.get("rows_per_data_set") for each in (before, now))
     if rows != now_rows:
         raise ConfigError(
