@@ -5,6 +5,7 @@ tokenizer on a corpus, ``pairs`` groups a labeled click log by query, and ``grou
 lists. Addresses are local paths or s3://.
 """
 
+import sys
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -14,6 +15,8 @@ from raycl.cli.main import run_job
 from raycl.cli.options import Address, Debug, Setting
 from raycl.cli.plan import command_settings
 from raycl.data.columns import ColumnNames
+from raycl.data.read_stats import ReadStats
+from raycl.data.sources import Source
 from raycl.errors import ConfigError
 from raycl.preparation import gather_texts, group_pairs, make_tokenizer, pack_images, pack_rows
 from raycl.training.data_set import ROLES
@@ -38,10 +41,8 @@ def images(
     debug: Debug = False,
 ) -> None:
     """Pack a folder of images into parquet files."""
-    source = pack_images(data, output, rows_per_file=rows_per_file, address=address, debug=debug)
-    print(f"{source.num_rows:,} images packed into {output}")
-    for line in source.unread():
-        print(line)
+    packed = pack_images(data, output, rows_per_file=rows_per_file, address=address, debug=debug)
+    _report_packed(*packed, contents="images", output=output)
 
 
 @app.command()
@@ -56,9 +57,7 @@ def rows(
     """Pack tars, CSV or JSONL files into parquet files with the same rows and ids."""
     names = _columns(columns, list(vars(ColumnNames())))
     packed = pack_rows(data, output, columns=names, rows_per_file=rows_per_file, address=address, debug=debug)
-    print(f"{packed.num_rows:,} rows packed into {output}")
-    for line in packed.unread():
-        print(line)
+    _report_packed(*packed, contents="rows", output=output)
 
 
 @app.command()
@@ -117,6 +116,15 @@ def groups(
     found = gather_texts(data, output, group=group, text=text)
     print(f"{found.num_rows:,} rows of {found.num_texts:,} texts in {output}")
     print(f"skipped: {found.num_alone:,} texts without a partner; invalid: {found.num_invalid:,}")
+
+
+def _report_packed(source: Source, stats: ReadStats, *, contents: str, output: str) -> None:
+    print(f"{source.num_rows:,} {contents} packed into {output}")
+    for line in source.unread():
+        print(line)
+    if stats.num_invalid:
+        unreadable = f"{stats.num_invalid:,} of {stats.num_rows:,} images cannot be read and are null"
+        print(f"{unreadable}: {stats.describe_invalid()}", file=sys.stderr)
 
 
 def _columns(asked: str, known: Sequence[str], contents: str = "columns") -> ColumnNames:

@@ -1,12 +1,13 @@
 """One-time conversions of a data set, so that runs can read it fast."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import ray
 from numpy.typing import NDArray
 
 from raycl.arguments import check_type
@@ -15,7 +16,7 @@ from raycl.data.click_logs import group_source, grouped_columns
 from raycl.data.columns import ColumnNames, UnlabeledColumnNames, check_labels, is_text
 from raycl.data.decode import map_fragments
 from raycl.data.ids import is_missing, stable_id
-from raycl.data.images import stored_images
+from raycl.data.images import InvalidImageError, stored_images
 from raycl.data.labels import NO_LABEL
 from raycl.data.read_stats import ReadStats
 from raycl.data.sources import (
@@ -38,12 +39,12 @@ from raycl.training.data_set import learn_vocabulary
 
 def pack_images(
     data: str, output: str, *, rows_per_file: int = 10_000, address: str | None = None, debug: bool = False
-) -> Source:
-    """Copy the images of a folder into parquet files, unchanged; return the source.
+) -> tuple[Source, ReadStats]:
+    """Copy the images of a folder into parquet files, unchanged; return the source and the counts of unreadable images.
 
     Many small files read slowly, above all from S3. Columns: ``image``, ``label`` (the name of the
     class folder), ``sample_id``, ``path``. Invalid images are copied too, and an
-    unreadable file becomes a missing image; training counts them. Raises ``StorageError`` if the output exists,
+    unreadable file becomes null; training counts both. Raises ``StorageError`` if the output exists,
     ``DataError`` for a folder of splits, ``ConfigError`` for less than a row per file.
     """
     _check_rows_per_file(rows_per_file)
@@ -51,8 +52,10 @@ def pack_images(
     with writing_new(output) as place:
         source = find_source(data)
         check_no_splits(source)
-        _write(source, _image_tables, place, rows_per_file=rows_per_file, address=address, debug=debug)
-        return source
+        stats = _write(
+            source, _image_tables, place, rows_per_file=rows_per_file, address=address, debug=debug
+        )
+        return source, stats
 
 
 def pack_rows(
@@ -63,13 +66,14 @@ def pack_rows(
     rows_per_file: int = 10_000,
     address: str | None = None,
     debug: bool = False,
-) -> Source:
-    """Copy the ``columns`` of tars, CSV or JSONL files into parquet files, with the same ids; return the source.
+) -> tuple[Source, ReadStats]:
+    """Copy the ``columns`` of tars, CSV or JSONL files into parquet files, with the same ids.
 
-    Without a column of ids, these are the numbers of the rows, in the column ``sample_id``. Texts become bytes, since
-    some may not be UTF-8; training counts those. Images that are named by paths are copied too; one that cannot be read
-    is null, which training counts as missing. Raises ``DataError`` for other or broken files, ``StorageError`` if the
-    output exists, ``ConfigError`` for less than a row per file.
+    Returns the source and the counts of unreadable images. Without a column of ids, these are the numbers of the rows,
+    in the column ``sample_id``. Texts become bytes, since some may not be UTF-8; training counts those. Images that are
+    named by paths are copied too; one that cannot be read is null, which training counts as missing. Raises
+    ``DataError`` for other or broken files, ``StorageError`` if the output exists, ``ConfigError`` for less than a row
+    per file.
     """
     _check_rows_per_file(rows_per_file)
     check_output_is_outside(output, [data])
@@ -77,8 +81,8 @@ def pack_rows(
         source = find_source(data, columns)
         if source.types is None:
             raise DataError(f"{data} holds no tars, CSV or JSONL files; give some, or train on it as it is")
-        _write(source, _row_tables, place, rows_per_file=rows_per_file, address=address, debug=debug)
-        return source
+        stats = _write(source, _row_tables, place, rows_per_file=rows_per_file, address=address, debug=debug)
+        return source, stats
 
 
 def _check_rows_per_file(rows_per_file: int) -> None:
@@ -89,33 +93,42 @@ def _check_rows_per_file(rows_per_file: int) -> None:
 
 def _write(
     source: Source,
-    tables: Callable[[Source, Fragment], Iterator[pa.Table]],
+    tables: Callable[[Source, Fragment, ReadStats], Iterator[pa.Table]],
     place: Place,
     *,
     rows_per_file: int,
     address: str | None,
     debug: bool,
-) -> None:
-    """Write the ``tables`` of all fragments in tasks of Ray, as files of at least ``rows_per_file`` rows."""
+) -> ReadStats:
+    """Write the ``tables`` of all fragments in tasks of Ray, as files of at least ``rows_per_file`` rows.
+
+    Returns the counts of the images that the tables copy.
+    """
     connect_cluster(address, debug=debug)
     filesystem, path = place.resolve()
-    with unwrap_ray_errors():
+    with start_coordinator() as coordinator, unwrap_ray_errors():
+
+        def counted_tables(described: Source, fragment: Fragment) -> Iterator[pa.Table]:
+            stats = ReadStats()
+            yield from tables(described, fragment, stats)
+            ray.get(coordinator.add_rows.remote(fragment.name, stats))
+
         # With small row groups a task reads only its own rows. With the CPUs of the reading, Ray Data would join both in
         # tasks of as many fragments as a file has rows.
-        map_fragments(source, tables).write_parquet(
+        map_fragments(source, counted_tables).write_parquet(
             path,
             filesystem=filesystem,
             min_rows_per_file=rows_per_file,
             row_group_size=1_024,
             ray_remote_args={"num_cpus": 0.5},
         )
+        return rows_in(coordinator)
 
 
-def _image_tables(source: Source, fragment: Fragment) -> Iterator[pa.Table]:
+def _image_tables(source: Source, fragment: Fragment, stats: ReadStats) -> Iterator[pa.Table]:
     for rows in source.read(fragment):
-        images = [image if isinstance(image, bytes) else None for image in rows.values["image"]]
         columns = {
-            "image": pa.array(images, pa.binary()),
+            "image": _readable(rows.values["image"], rows.where, stats),
             "sample_id": rows.sample_id,
             "path": rows.where,
         }
@@ -124,7 +137,7 @@ def _image_tables(source: Source, fragment: Fragment) -> Iterator[pa.Table]:
         yield pa.table(columns)
 
 
-def _row_tables(source: Source, fragment: Fragment) -> Iterator[pa.Table]:
+def _row_tables(source: Source, fragment: Fragment, stats: ReadStats) -> Iterator[pa.Table]:
     assert source.types is not None
     for position, table in source.tables(fragment, source.types.names):
         if source.columns.sample_id is None:
@@ -135,10 +148,20 @@ def _row_tables(source: Source, fragment: Fragment) -> Iterator[pa.Table]:
         image = source.columns.image
         if image is not None and is_text(table[image].type):
             images = stored_images(table[image], fragment.place.parent)
+            where = [f"{fragment.place.name} row {row}" for row in range(position, position + len(images))]
             # A relative path would name no file in the folder of the copy.
-            copied = pa.array([each if isinstance(each, bytes) else None for each in images], pa.binary())
+            copied = _readable(images, where, stats)
             table = table.set_column(table.column_names.index(image), image, copied)
         yield table
+
+
+def _readable(images: Sequence[Any], where: Sequence[str], stats: ReadStats) -> pa.Array:
+    """Return a column of images, with null for one that cannot be read; ``stats`` counts them."""
+    stats.num_rows += len(images)
+    for image, place in zip(images, where, strict=True):
+        if isinstance(image, InvalidImageError):
+            stats.add_invalid(place, image)
+    return pa.array([image if isinstance(image, bytes) else None for image in images], pa.binary())
 
 
 def _labels(label: NDArray[np.int64], classes: tuple[str, ...] | None) -> pa.Array:

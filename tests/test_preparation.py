@@ -13,7 +13,8 @@ import pytest
 from raycl.data.columns import ColumnNames
 from raycl.data.images import ImageFormat
 from raycl.data.in_memory import pixels_of
-from raycl.data.sources import find_source
+from raycl.data.read_stats import ReadStats
+from raycl.data.sources import Source, find_source
 from raycl.errors import ConfigError, DataError, RayclError
 from raycl.inference.reading import read_images
 from raycl.preparation import _image_tables, gather_texts, make_tokenizer, pack_images, pack_rows
@@ -74,7 +75,7 @@ def packed(folder: Path) -> list[dict[str, Any]]:
     return [
         row
         for fragment in source.fragments
-        for table in _image_tables(source, fragment)
+        for table in _image_tables(source, fragment, ReadStats())
         for row in table.to_pylist()
     ]
 
@@ -98,8 +99,39 @@ def test_a_file_that_cannot_be_read_is_packed_as_a_missing_image(tmp_path: Path)
     source = find_source(str(tmp_path))
     (tmp_path / "2.png").unlink()
     (fragment,) = source.fragments
-    (table,) = _image_tables(source, fragment)
+    stats = ReadStats()
+    (table,) = _image_tables(source, fragment, stats)
     assert table["image"].to_pylist() == [b"1", None]
+    assert (stats.num_rows, stats.invalid) == (2, {"file not found": 1})
+    assert stats.examples == ["2.png (file not found)"]
+
+
+def test_images_of_paths_that_cannot_be_read_are_counted_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed: list[Any] = []
+
+    def write_here(source: Source, tables: Any, *_: Any, **__: Any) -> ReadStats:
+        stats = ReadStats()
+        for fragment in source.fragments:
+            for table in tables(source, fragment, stats):
+                packed.extend(table["image"].to_pylist())
+        return stats
+
+    monkeypatch.setattr("raycl.preparation._write", write_here)
+    (tmp_path / "1.png").write_bytes(b"1")
+    data = tmp_path / "rows.tsv"
+    data.write_text("image\n1.png\ngone.png\n../1.png\n1.png\nlost.png\n")
+    prepare = runpy.run_path(str(ROOT / "jobs" / "prepare.py"))
+    prepare["rows"](str(data), str(tmp_path / "rows"), columns="image")
+    assert packed == [b"1", None, None, b"1", None]
+    out, err = capsys.readouterr()
+    assert out == f"5 rows packed into {tmp_path / 'rows'}\n"
+    assert err == (
+        "3 of 5 images cannot be read and are null: 1 a path with '..' or a zero byte, 2 file not found; for example "
+        "rows.tsv row 1 (file not found); rows.tsv row 2 (a path with '..' or a zero byte); "
+        "rows.tsv row 4 (file not found)\n"
+    )
 
 
 def refused(kind: type[RayclError], *arguments: object) -> str:
@@ -183,7 +215,7 @@ def test_a_tokenizer_reads_texts_beside_labels_of_any_type(
 def test_packing_says_that_it_ignores_a_label(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("raycl.preparation._write", lambda *_, **__: None)
+    monkeypatch.setattr("raycl.preparation._write", lambda *_, **__: ReadStats())
     data = write_rows(tmp_path / "rows.jsonl", [{"text": "a", "label": 0.5}])
     prepare = runpy.run_path(str(ROOT / "jobs" / "prepare.py"))
     prepare["rows"](str(data), str(tmp_path / "rows"), columns="text")
@@ -198,7 +230,9 @@ def test_a_folder_packed_into_parquet_has_the_same_rows(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(encode(np.full((20, 20, 3), index * 20, np.uint8)))
     source, image_format = find_source(str(tmp_path / "images")), ImageFormat(size=16)
-    pq.write_table(pa.concat_tables(_image_tables(source, source.fragments[0])), tmp_path / "packed.parquet")
+    pq.write_table(
+        pa.concat_tables(_image_tables(source, source.fragments[0], ReadStats())), tmp_path / "packed.parquet"
+    )
     before, after = (read_images(str(tmp_path / name), image_format) for name in ("images", "packed.parquet"))
     assert after.sample_id.tolist() == before.sample_id.tolist() == list(range(12))
     assert after.label.tolist() == before.label.tolist()

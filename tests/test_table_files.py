@@ -34,6 +34,7 @@ from raycl.data.ids import IdFormat
 from raycl.data.images import ImageFormat
 from raycl.data.lance_tables import _open_version
 from raycl.data.patterns import expand, folder_of
+from raycl.data.read_stats import ReadStats
 from raycl.data.sources import Source, check_exists, find_source
 from raycl.data.texts import TextFormat, TextsFormat
 from raycl.data.weights import WeightFormat
@@ -674,7 +675,8 @@ def test_packed_rows_have_the_images_of_relative_paths(tmp_path: Path) -> None:
     source = find_source(str(write_rows(tmp_path / "photos.csv", rows)), columns)
     (tmp_path / "packed").mkdir()
     pq.write_table(
-        pa.concat_tables(_row_tables(source, source.fragments[0])), tmp_path / "packed" / "a.parquet"
+        pa.concat_tables(_row_tables(source, source.fragments[0], ReadStats())),
+        tmp_path / "packed" / "a.parquet",
     )
     found = read(find_source(str(tmp_path / "packed"), columns))
     assert (found["image"], found["caption"]) == ([b"a photo", None], [b"a", b"b"])
@@ -794,7 +796,7 @@ def test_packed_rows_are_the_same_and_so_are_their_ids(ending: str, tmp_path: Pa
     for name in "ab":
         write_rows(tmp_path / "rows" / f"{name}.{ending}", pairs())
     source = find_source(str(tmp_path / "rows"), WEIGHTED)
-    parts = [list(_row_tables(source, fragment)) for fragment in source.fragments]
+    parts = [list(_row_tables(source, fragment, ReadStats())) for fragment in source.fragments]
     # In any order, as tasks write them.
     pq.write_table(pa.concat_tables(table for part in parts[::-1] for table in part), tmp_path / "a.parquet")
     expected, found = read(source), read(find_source(str(tmp_path / "a.parquet"), WEIGHTED))

@@ -220,7 +220,9 @@ def test_packed_rows_keep_their_ids_in_several_files(tmp_path: Path) -> None:
         (tmp_path / "texts").mkdir(exist_ok=True)
         (tmp_path / "texts" / f"{name}.tsv").write_text("text\n" + "".join(f"{text}\n" for text in part))
     columns = ColumnNames(image=None, text="text")
-    packed = pack_rows(str(tmp_path / "texts"), str(tmp_path / "packed"), columns=columns, rows_per_file=10)
+    packed, _ = pack_rows(
+        str(tmp_path / "texts"), str(tmp_path / "packed"), columns=columns, rows_per_file=10
+    )
     assert packed.num_rows == 40
     assert len(list((tmp_path / "packed").glob("*.parquet"))) == 2
     found = find_source(str(tmp_path / "packed"), columns)
@@ -233,6 +235,13 @@ def test_packed_rows_keep_their_ids_in_several_files(tmp_path: Path) -> None:
     assert by_id == {number: text.encode() for number, text in enumerate(texts)}
     with pytest.raises(StorageError, match="exists already"):
         pack_rows(str(tmp_path / "texts"), str(tmp_path / "packed"), columns=columns)
+    (tmp_path / "texts" / "1.png").write_bytes(b"1")
+    for name in ("a", "b"):
+        (tmp_path / "texts" / f"{name}.tsv").write_text("image\n1.png\ngone.png\n")
+    _, counts = pack_rows(
+        str(tmp_path / "texts" / "{a,b}.tsv"), str(tmp_path / "images"), columns=ColumnNames(image="image")
+    )
+    assert (counts.num_rows, counts.invalid) == (4, {"file not found": 2})
 
 
 @pytest.fixture(scope="module")
