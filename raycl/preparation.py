@@ -236,9 +236,9 @@ def make_tokenizer(
     source = find_source(data, UnlabeledColumnNames(**vars(columns)))
     with writing_new(output, is_file=True) as place:
         connect_cluster(address, debug=debug)
-        tokenizer = learn_vocabulary(settings, None, columns, [source], counted=False).tokenizer
-        place.write_text(tokenizer.to_json())
-        return tokenizer
+        vocabulary, _ = learn_vocabulary(settings, None, columns, [source], counted=False)
+        place.write_text(vocabulary.tokenizer.to_json())
+        return vocabulary.tokenizer
 
 
 @final

@@ -65,7 +65,7 @@ def record_run(
     sources = [find_source(str(path), column_names(config)) for path in paths]
     vocabulary = None
     if config.has_texts:
-        vocabulary = read_vocabulary(config.text, None, sources[0].columns, sources, counted=True)
+        vocabulary, _ = read_vocabulary(config.text, None, sources[0].columns, sources, counted=True)
     described = describe_data(
         [source.uri for source in sources],
         [source.num_rows for source in sources],

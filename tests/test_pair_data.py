@@ -40,9 +40,11 @@ from raycl.data.texts import TextFormat, TextsFormat, TokenLists, Tokens
 from raycl.errors import DataError, InvalidValueError
 from raycl.recipes import recipe
 from raycl.tokenization import train_tokenizer
+from raycl.training.data_module import DataModule
 from raycl.training.data_set import learn_vocabulary, read_vocabulary
 from raycl.training.preflight import column_names, find_corpus, find_sources
 from tests.pairs import vocabulary
+from tests.table_files import write_rows
 from tests.texts import invented_texts
 
 TEXTS = invented_texts(40, seed=4)
@@ -534,7 +536,7 @@ def test_a_vocabulary_skips_the_texts_of_a_dataset_that_are_not_utf8() -> None:
     learned = []
     for column in (texts[:1], texts, lists):
         data: Any = DatasetOfOneBatch(pa.table({"t": column}))
-        found = read_vocabulary(
+        found, _ = read_vocabulary(
             recipe("simcse").text, None, ColumnNames(image=None, text="t"), [data], counted=True
         )
         learned.append(found.tokenizer.to_json())
@@ -546,10 +548,10 @@ def test_tokens_are_counted_for_encoders_that_start_from_their_frequencies() -> 
     columns, unread = ColumnNames(image=None, text="t"), DatasetOfOneBatch(pa.table({}))
     for name, counted in (("bag_of_subwords", True), ("transformer", False), ("transformers:folder", False)):
         assert override(recipe("simcse"), {"encoder.name": name}).counts_tokens is counted
-        learned = learn_vocabulary(texts, None, columns, [data], counted=counted)  # pyright: ignore
+        learned, _ = learn_vocabulary(texts, None, columns, [data], counted=counted)  # pyright: ignore
         assert (learned.weights is not None) is counted
         if not counted:
-            again = learn_vocabulary(texts, learned.tokenizer, columns, [unread], counted=False)  # pyright: ignore
+            again, _ = learn_vocabulary(texts, learned.tokenizer, columns, [unread], counted=False)  # pyright: ignore
             assert again.tokenizer is learned.tokenizer
     assert not recipe("simclr").counts_tokens
     assert recipe("clip").counts_tokens
@@ -569,7 +571,7 @@ def test_a_corpus_adds_its_texts_to_the_vocabulary(tmp_path: Path) -> None:
         found = find_corpus(config)
         assert found is not None
         columns = sources[0].columns
-        read = read_vocabulary(config.text, tokenizer, columns, sources, corpus=found, counted=True)
+        read, _ = read_vocabulary(config.text, tokenizer, columns, sources, corpus=found, counted=True)
         assert read.weights is not None
         return read.weights
 
@@ -593,6 +595,27 @@ def test_a_corpus_adds_its_texts_to_the_vocabulary(tmp_path: Path) -> None:
     ):
         find_corpus(config)
     assert find_corpus(recipe("two_tower")) is None
+
+
+def test_invalid_texts_of_a_corpus_are_counted_in_a_notice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raycl.training.data_module.learn_vocabulary", read_vocabulary)
+    write_rows(tmp_path / "pairs.jsonl", [{"query": "a cat", "document": "cats purr"}, {"query": "a dog"}])
+    corpus = write_rows(
+        tmp_path / "corpus.jsonl", [{"text": each} for each in ("a bird", None, " ", "birds")]
+    )
+    config = override(recipe("two_tower"), {"text.corpus": str(corpus), "data.cache": "materialize"})
+    coordinator = MagicMock()
+    samples = DataModule(config, coordinator, find_sources(config, [str(tmp_path / "pairs.jsonl")]))
+    samples.learn_vocabulary(TOKENIZER, find_corpus(config))
+    coordinator.add_notice.remote.assert_called_once_with(
+        "2 of 4 texts of text.corpus are invalid and were skipped (1 empty text, 1 missing value; for example "
+        "corpus.jsonl row 1 (missing value); corpus.jsonl row 2 (empty text))"
+    )
+    write_rows(corpus, [{"text": ["a bird", "birds"]}])
+    samples.learn_vocabulary(TOKENIZER, find_corpus(config))
+    assert coordinator.add_notice.remote.call_count == 1
 
 
 # Columns

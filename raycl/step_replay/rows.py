@@ -104,7 +104,7 @@ class RunRows:
         if tokenizer is None or not config.counts_tokens:
             return self.job
         columns = self.sources[0].columns
-        vocabulary = read_vocabulary(
+        vocabulary, _ = read_vocabulary(
             config.text, tokenizer, columns, self.sources, corpus=find_corpus(config), counted=True
         )
         return replace(self.job, vocabulary=vocabulary)

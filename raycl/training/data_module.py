@@ -71,9 +71,9 @@ class DataModule:
     def learn_vocabulary(self, tokenizer: Tokenizer | None, corpus: Source | None = None) -> Vocabulary:
         """Train a tokenizer unless one is given, and count tokens if an encoder uses it; required before decoding.
 
-        ``corpus`` holds more texts for both.
+        ``corpus`` holds more texts for both; a notice counts its invalid ones.
         """
-        vocabulary = learn_vocabulary(
+        vocabulary, stats = learn_vocabulary(
             self._config.text,
             tokenizer,
             self.columns,
@@ -81,6 +81,11 @@ class DataModule:
             corpus=corpus,
             counted=self._config.counts_tokens,
         )
+        if stats.num_invalid:
+            counts = f"{stats.num_invalid:,} of {stats.num_rows:,} texts of text.corpus"
+            self._coordinator.add_notice.remote(
+                f"{counts} are invalid and were skipped ({stats.describe_invalid()})"
+            )
         self._tokenizer = vocabulary.tokenizer
         check_prompts(self._config.text, vocabulary.tokenizer)
         return vocabulary

@@ -116,10 +116,10 @@ def learn_vocabulary(
     *,
     corpus: Source | None = None,
     counted: bool,
-) -> Vocabulary:
+) -> tuple[Vocabulary, ReadStats]:
     """Read texts as ``read_vocabulary`` does: those of sources in a task of Ray, near the data."""
     if tokenizer is not None and not counted:
-        return Vocabulary(tokenizer)
+        return Vocabulary(tokenizer), ReadStats()
     if not isinstance(data[0], Source):
         return read_vocabulary(text, tokenizer, columns, data, corpus=corpus, counted=counted)
     task: Any = ray.remote(num_cpus=1)(read_vocabulary)  # pyright: ignore
@@ -135,22 +135,23 @@ def read_vocabulary(
     *,
     corpus: Source | None = None,
     counted: bool,
-) -> Vocabulary:
+) -> tuple[Vocabulary, ReadStats]:
     """Train a tokenizer on the texts of these columns unless one is given, and count their tokens if ``counted``.
 
-    The texts of a ``corpus`` are read as well, in its own columns.
-    Raises ``DataError`` if no text is valid.
+    The texts of a ``corpus`` are read as well, in its own columns; their statistics are returned, since no other part
+    of a run reads them. Raises ``DataError`` if no text is valid.
     """
     columns = replace(columns, **{role: None for role in columns.asked if role not in ROLES})
-    texts = [_texts(text, each, columns) for each in data]
+    stats = ReadStats()
+    texts = [_texts(text, each, columns, ReadStats()) for each in data]  # counted when the rows are decoded
     if corpus is not None:
-        texts.append(_texts(text, corpus, corpus.columns))
+        texts.append(_texts(text, corpus, corpus.columns, stats))
     # In turn: otherwise a large data set would leave no room for the next one.
     in_turn = (each for group in zip_longest(*texts) for each in group if each is not None)
     found = list(islice(in_turn, text.tokenizer_train_size))
     if not found:
         raise DataError("found no valid text to train a tokenizer on; check the text columns")
-    return Vocabulary.of_texts(
+    vocabulary = Vocabulary.of_texts(
         found,
         tokenizer,
         max_length=text.longest,
@@ -158,34 +159,38 @@ def read_vocabulary(
         lowercase=text.lowercase,
         counted=counted,
     )
+    return vocabulary, stats
 
 
-def _texts(text: TextConfig, data: Source | ray.data.Dataset, columns: ColumnNames) -> Iterator[str]:
-    """Yield the valid texts, with their prompts."""
+def _texts(
+    text: TextConfig, data: Source | ray.data.Dataset, columns: ColumnNames, stats: ReadStats
+) -> Iterator[str]:
+    """Yield the valid texts, with their prompts; ``stats`` counts all texts."""
     is_source = isinstance(data, Source)
     values = _values_of_source(data, columns) if is_source else _values_of_dataset(data, columns)
-    return (text.prompt_of(role) + each for role, column in values for each in _valid_texts(column))
+    for role, column, where in values:
+        prompt = text.prompt_of(role)
+        for value, place in zip(column, where, strict=True):
+            has_none = role == "negatives" and value is None
+            for each in value if isinstance(value, list | tuple) else [] if has_none else [value]:
+                stats.num_rows += 1
+                try:
+                    yield prompt + read_text(each)
+                except InvalidTextError as error:
+                    stats.add_invalid(place, error)
 
 
-def _values_of_source(source: Source, columns: ColumnNames) -> Iterator[tuple[str, list[Any]]]:
+def _values_of_source(source: Source, columns: ColumnNames) -> Iterator[tuple[str, list[Any], Sequence[str]]]:
     described = replace(source, columns=columns)
     # The order is random: with more texts than needed, the sample covers the whole data set.
     for number in np.random.default_rng(0).permutation(len(source.fragments)):
         for rows in described.read(source.fragments[number]):
-            yield from rows.values.items()
+            yield from ((role, values, rows.where) for role, values in rows.values.items())
 
 
-def _values_of_dataset(dataset: Any, columns: ColumnNames) -> Iterator[tuple[str, list[Any]]]:
+def _values_of_dataset(dataset: Any, columns: ColumnNames) -> Iterator[tuple[str, list[Any], Sequence[str]]]:
     names = columns.contents
     chosen = dataset.select_columns(list(names.values()))
     for batch in chosen.iter_batches(batch_format="pyarrow", batch_size=1_024):
-        yield from ((role, plain_values(batch[name])) for role, name in names.items())
-
-
-def _valid_texts(values: list[Any]) -> Iterator[str]:
-    for value in values:
-        for text in value if isinstance(value, list | tuple) else [value]:
-            try:
-                yield read_text(text)
-            except InvalidTextError:
-                continue  # counted when the rows are decoded
+        where = ["a row of the dataset"] * len(batch)
+        yield from ((role, plain_values(batch[name]), where) for role, name in names.items())
