@@ -22,7 +22,7 @@ from raycl.step_replay.rows import RunRows, read_rows
 from raycl.storage import Place
 from raycl.training.coordinator import RunCoordinator
 from raycl.training.data_set import read_vocabulary
-from raycl.training.preflight import column_names, describe_data, save_run_files
+from raycl.training.preflight import column_names, describe_data, find_corpus, save_run_files
 from raycl.training.run_chain import RunChain
 from raycl.training.step_runner import StepRunner
 from raycl.training.stores import bank_spec
@@ -65,7 +65,9 @@ def record_run(
     sources = [find_source(str(path), column_names(config)) for path in paths]
     vocabulary = None
     if config.has_texts:
-        vocabulary, _ = read_vocabulary(config.text, None, sources[0].columns, sources, counted=True)
+        vocabulary, _ = read_vocabulary(
+            config.text, None, sources[0].columns, sources, corpus=find_corpus(config), counted=True
+        )
     described = describe_data(
         [source.uri for source in sources],
         [source.num_rows for source in sources],
@@ -93,6 +95,8 @@ def train(
     blocks: Any = [table for tables in job.blocks for table in tables]
     if job.stream is None:
         job = replace(job, fingerprint=fingerprint(*blocks))
+    if job.config.text.corpus is not None:
+        job = replace(job, corpus_fingerprint=rows.corpus_fingerprint())
     runner = StepRunner(job, None, device)
     runner.initialize_bank()
     log = MetricsLog(Place(output))

@@ -25,6 +25,7 @@ from raycl.cli.main import app
 from raycl.config.overrides import override
 from raycl.data import decode
 from raycl.data.fingerprint import fingerprint
+from raycl.data.ids import content_id
 from raycl.data.sampler import InMemorySampler
 from raycl.data.sources import find_source
 from raycl.data.windows import WindowCutter
@@ -40,6 +41,7 @@ from raycl.training.stages import Position
 from tests import recorded_runs
 from tests.images import write_digits
 from tests.recorded_runs import record_run, small_config
+from tests.table_files import write_rows
 from tests.texts import invented_texts
 
 
@@ -184,6 +186,29 @@ def test_a_streamed_run_of_texts_by_length_is_certified(tmp_path: Path) -> None:
         "samples",
         "steps",
     ]
+
+
+def test_a_changed_corpus_is_found(tmp_path: Path) -> None:
+    texts = [str(each) for each in invented_texts(120)]
+    corpus = write_rows(tmp_path / "corpus.parquet", [{"text": each} for each in texts])
+    data = write_rows(tmp_path / "texts.parquet", [{"text": each} for each in texts[:60]])
+    words = {"encoder.name": "bag_of_subwords", "encoder.kwargs": {"dim": 16, "hidden_dim": 24}}
+    config = small_config("simcse", {**words, "text.corpus": str(corpus), "stages.0.steps": 2, "workers": 1})
+    run = record_run(config, data, tmp_path / "run")
+    (start, *_) = read_chain(Place(str(run)))
+    assert start["corpus"] == sum(content_id(each.encode()) for each in texts) % 2**64
+    found = raycl.certify(run, steps=0)
+    assert found.is_valid, str(found)
+    assert [check.text for check in found.checks if check.name == "corpus"] == [
+        f"the texts at {corpus} are those that the run read"
+    ]
+    write_rows(corpus, [{"text": each} for each in [*texts[1:], "a single other text"]])
+    found = raycl.certify(run, steps=0)
+    assert failed(found) == ["corpus"]
+    assert f"the run read other texts at step 0 than there are now at {corpus}" in str(found)
+    rewritten(run / CHAIN, lambda links: links[0].pop("corpus"))  # as an older version wrote it
+    with_new_hashes(run)
+    assert [check.name for check in raycl.certify(run, steps=0).checks if check.passed is None] == ["corpus"]
 
 
 def test_changed_rows_of_a_stream_are_found_and_the_file_is_named(tmp_path: Path) -> None:
@@ -370,7 +395,11 @@ def test_a_longer_run_whose_workers_did_not_start_is_certified_once_they_do(copy
     config = raycl.config_from_yaml((copy / "config.yaml").read_text())
     place, restored = Place(str(copy)), {"drawn": 0, "checkpoint": "step-00000012"}
     job: Any = SimpleNamespace(
-        output=place, fingerprint=read_chain(place)[0]["rows"], config=config, coordinator=None
+        output=place,
+        fingerprint=read_chain(place)[0]["rows"],
+        corpus_fingerprint=None,
+        config=config,
+        coordinator=None,
     )
     RunChain(job, config, dict, Position(step=12), restored, torch.device("cpu"))
     found = raycl.certify(copy, steps=0)
@@ -713,7 +742,9 @@ def test_the_fingerprint_depends_on_contents_only() -> None:
 
 def test_steps_of_a_lost_group_and_before_a_rollback_are_not_counted(tmp_path: Path) -> None:
     config = small_config("simclr", {})
-    job: Any = SimpleNamespace(output=Place(str(tmp_path)), fingerprint=7, config=config)
+    job: Any = SimpleNamespace(
+        output=Place(str(tmp_path)), fingerprint=7, corpus_fingerprint=8, config=config
+    )
     cpu, state_file = torch.device("cpu"), tmp_path / "state"
     state_file.write_bytes(b"weights")
     ids = {step: np.arange(step, step + 8) for step in range(1, 12)}
@@ -761,7 +792,7 @@ def test_steps_of_a_lost_group_and_before_a_rollback_are_not_counted(tmp_path: P
         "step-00000003",
         "step-00000006",
     ]
-    assert links[0]["rows"] == 7
+    assert (links[0]["rows"], links[0]["corpus"]) == (7, 8)
     assert (links[0]["device"], links[0]["precision"]) == ("cpu", "float32")
     assert links[1]["state"] == hashlib.sha256(b"weights").hexdigest()
     drawn = [link["drawn"] for link in links if "drawn" in link]
@@ -801,6 +832,8 @@ def test_a_run_with_files_that_are_not_installed_has_a_chain(
 
     monkeypatch.setattr("importlib.metadata.version", missing)
     config = small_config("simclr", {})
-    job: Any = SimpleNamespace(output=Place(str(tmp_path)), fingerprint=7, config=config)
+    job: Any = SimpleNamespace(
+        output=Place(str(tmp_path)), fingerprint=7, corpus_fingerprint=8, config=config
+    )
     RunChain(job, config, dict, Position(), None, torch.device("cpu"))
     assert read_chain(job.output)[0]["version"] == "unknown"

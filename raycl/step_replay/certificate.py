@@ -20,7 +20,7 @@ from raycl.step_replay.rows import read_rows
 from raycl.storage import Place, absolute
 
 CERTIFICATE = "certificate.json"
-_OF_ROWS = ("rows", "samples", "steps")  # the checks that need the data
+_OF_ROWS = ("rows", "corpus", "samples", "steps")  # the checks that need the data
 
 
 @final
@@ -117,7 +117,8 @@ def certify(run: str, *, steps: int = 4, data: Sequence[str] = ()) -> Certificat
         try:
             rows = read_rows(record)
         except ConfigError as error:  # one process cannot repeat the steps
-            checks += [Check(name=name, passed=None, text=str(error)) for name in _OF_ROWS]
+            names = [name for name in _OF_ROWS if name != "corpus" or record.config.text.corpus]
+            checks += [Check(name=name, passed=None, text=str(error)) for name in names]
         except DataError as error:
             checks.append(Check(name="rows", passed=False, text=str(error)))
         else:

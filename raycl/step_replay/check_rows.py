@@ -29,8 +29,10 @@ class DrawnRows:
         self.epochs: list[dict[str, int]] = []
 
     def checks(self) -> Iterator[Check]:
-        """Yield the checks of the rows and of the samples of each epoch."""
+        """Yield the checks of the rows, of the texts of a corpus, and of the samples of each epoch."""
         yield checked("rows", self._check_rows)
+        if self._history.run.config.text.corpus is not None:
+            yield checked("corpus", self._check_corpus)
         yield checked("samples", self._check_samples)
 
     def _check_rows(self) -> str:
@@ -58,6 +60,20 @@ class DrawnRows:
                     f"the run read other rows than there are now {_place_of(places.get(first), self._history.run)}"
                 )
         return f"{len(recorded):,} of {len(places):,} parts of the stream with the contents that the run read last"
+
+    def _check_corpus(self) -> str:
+        """Compare the texts of ``text.corpus`` with those that each start has read; a resumed run may need none."""
+        uri = self._history.run.config.text.corpus
+        read = [link for link in self._history.starts if link.get("corpus") is not None]
+        if not read:
+            raise ConfigError("an older version of raycl made the run, without a fingerprint of text.corpus")
+        found = self._rows.corpus_fingerprint()
+        for link in read:
+            if link["corpus"] != found:
+                raise DataError(
+                    f"the run read other texts at step {link['step']:,} than there are now at {uri}"
+                )
+        return f"the texts at {uri} are those that the run read"
 
     def _check_samples(self) -> str:
         """Compare the samples that the run drew with the order that the seed determines."""

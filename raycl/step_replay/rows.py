@@ -100,14 +100,22 @@ class RunRows:
 
     def with_counted_tokens(self) -> Job:
         """Return the job with the frequencies of tokens, from which some text encoders start."""
-        tokenizer, config = self.job.tokenizer, self.run.config
-        if tokenizer is None or not config.counts_tokens:
+        if self.job.tokenizer is None or not self.run.config.counts_tokens:
             return self.job
-        columns = self.sources[0].columns
-        vocabulary, _ = read_vocabulary(
-            config.text, tokenizer, columns, self.sources, corpus=find_corpus(config), counted=True
-        )
+        vocabulary, _ = self._read_vocabulary(counted=True)
         return replace(self.job, vocabulary=vocabulary)
+
+    def corpus_fingerprint(self) -> int:
+        """Return the fingerprint of the texts of ``text.corpus``, read as the run did."""
+        _, found = self._read_vocabulary(counted=False)
+        return found
+
+    def _read_vocabulary(self, *, counted: bool) -> tuple[Vocabulary, int]:
+        text, corpus, columns = self.run.config.text, find_corpus(self.run.config), self.sources[0].columns
+        vocabulary, of_corpus = read_vocabulary(
+            text, self.job.tokenizer, columns, self.sources, corpus=corpus, counted=counted
+        )
+        return vocabulary, of_corpus.fingerprint
 
 
 def read_rows(run: RecordedRun) -> RunRows:

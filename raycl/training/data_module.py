@@ -57,6 +57,7 @@ class DataModule:
             )
         self.holdout = self._hold_out()
         self._tokenizer: Tokenizer | None = None
+        self.corpus_fingerprint: int | None = None  # of the texts of ``text.corpus``, once they were read
 
     @property
     def can_be_evaluated(self) -> bool:
@@ -81,6 +82,7 @@ class DataModule:
             corpus=corpus,
             counted=self._config.counts_tokens,
         )
+        self.corpus_fingerprint = stats.fingerprint if stats.num_rows else None
         if stats.num_invalid:
             counts = f"{stats.num_invalid:,} of {stats.num_rows:,} texts of text.corpus"
             self._coordinator.add_notice.remote(

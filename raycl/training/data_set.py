@@ -12,6 +12,7 @@ from raycl.config import RunConfig, TextConfig
 from raycl.data.click_logs import group_dataset, group_source, grouped_columns
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import Decoder, classes_of, columns_of, decode_dataset, decode_source
+from raycl.data.ids import content_id
 from raycl.data.read_stats import ReadStats
 from raycl.data.sources import Fragment, Source, plain_values
 from raycl.data.weights import check_weight_columns
@@ -145,7 +146,7 @@ def read_vocabulary(
     stats = ReadStats()
     texts = [_texts(text, each, columns, ReadStats()) for each in data]  # counted when the rows are decoded
     if corpus is not None:
-        texts.append(_texts(text, corpus, corpus.columns, stats))
+        texts.append(_fingerprinted(_texts(text, corpus, corpus.columns, stats), stats))
     # In turn: otherwise a large data set would leave no room for the next one.
     in_turn = (each for group in zip_longest(*texts) for each in group if each is not None)
     found = list(islice(in_turn, text.tokenizer_train_size))
@@ -178,6 +179,13 @@ def _texts(
                     yield prompt + read_text(each)
                 except InvalidTextError as error:
                     stats.add_invalid(place, error)
+
+
+def _fingerprinted(texts: Iterator[str], stats: ReadStats) -> Iterator[str]:
+    """Yield the texts, and add the hash of each to the fingerprint of ``stats``."""
+    for each in texts:
+        stats.fingerprint = (stats.fingerprint + content_id(each.encode())) % 2**64
+        yield each
 
 
 def _values_of_source(source: Source, columns: ColumnNames) -> Iterator[tuple[str, list[Any], Sequence[str]]]:

@@ -259,6 +259,7 @@ def _read_data(run: ValidatedRun, data: DataModule, coordinator: Any, *, quiet: 
         sample_id=None if sample_id is None else ray.put(sample_id),
         num_samples=len(sample_id) if sample_id is not None and has_slots else None,
         fingerprint=None if streamed else fingerprint_of_blocks([each for refs in blocks for each in refs]),
+        corpus_fingerprint=data.corpus_fingerprint,
         guide=None if guide is None else ray.put(guide),
     )
 

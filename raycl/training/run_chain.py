@@ -77,6 +77,7 @@ class RunChain:
             files={} if self._chain is None else sha256_of_files(job.output, (CONFIG, DATA, TOKENIZER)),
             settings=hash_of_settings(config),
             rows=job.fingerprint,
+            corpus=job.corpus_fingerprint,
             version=raycl.__version__,
             code=code_hash(),
             torch=torch.__version__,

@@ -14,10 +14,12 @@ import ray
 import torch
 
 import raycl
+from raycl.chain import read_chain
 from raycl.config import RunConfig
 from raycl.data import click_logs
 from raycl.data.click_logs import CONTRADICTED, REPEATED, WITHOUT_POSITIVE
 from raycl.data.columns import ColumnNames
+from raycl.data.ids import content_id
 from raycl.data.sources import find_source
 from raycl.embedding_snapshot import LATEST, read_probe_set, read_snapshot
 from raycl.errors import ConfigError, DataError, StorageError
@@ -417,12 +419,15 @@ def test_sentences_are_streamed_and_evaluated_by_human_scores(tmp_path: Path) ->
     score = [len(set(a.split()) & set(b.split())) for a, b in itertools.pairwise(texts)]
     pq.write_table(pa.table({"sentence1": texts[:-1], "sentence2": texts[1:], "score": score}), pairs)
     corpus = tmp_path / "corpus.parquet"
-    pq.write_table(pa.table({"text": ["zyzzyva"] * 400}), corpus)
+    pq.write_table(pa.table({"text": ["zyzzyva"] * 400 + [None]}), corpus)
     settings = {"workers": 1, "encoder.name": "bag_of_subwords", "data.cache": "stream"}
     config = run_of("simcse", **settings, **{"text.corpus": str(corpus)})
     result = raycl.train(config, data=str(data), output=str(tmp_path / "run"), quiet=True)
     assert result.invalid_rows == {"empty text": 1, "missing value": 1}
     assert len(load_tokenizer(result.output).encode(["zyzzyva"], 9)[0]) == 1  # a word of the corpus alone
+    counted = "1 of 401 texts of text.corpus are invalid and were skipped (1 missing value; "
+    assert any(line.startswith(counted) for line in result.notices)
+    assert read_chain(Place(result.output))[0]["corpus"] == 400 * content_id(b"zyzzyva") % 2**64
     with in_this_process():
         found = raycl.evaluate("sts", run=str(tmp_path / "run"), test=str(pairs), train=str(data), quiet=True)
     assert found["spearman"]["sts"] == found["mean"] > 0.05  # chance level: 0 +- 0.05
