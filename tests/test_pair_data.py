@@ -40,7 +40,7 @@ from raycl.data.texts import TextFormat, TextsFormat, TokenLists, Tokens
 from raycl.errors import DataError, InvalidValueError
 from raycl.recipes import recipe
 from raycl.tokenization import train_tokenizer
-from raycl.training.data_module import DataModule
+from raycl.training.data_module import DataModule, must_stream
 from raycl.training.data_set import learn_vocabulary, read_vocabulary
 from raycl.training.preflight import column_names, find_corpus, find_sources
 from tests.pairs import vocabulary
@@ -506,6 +506,9 @@ class DatasetOfOneBatch:
     def map_batches(self, function: Callable[[pa.Table], pa.Table], **_: Any) -> "DatasetOfOneBatch":
         return DatasetOfOneBatch(function(self._table))
 
+    def take_batch(self, size: int, **_: Any) -> pa.Table:
+        return self._table.slice(0, size)
+
     def schema(self) -> pa.Schema:
         return self._table.schema
 
@@ -616,6 +619,37 @@ def test_invalid_texts_of_a_corpus_are_counted_in_a_notice(
     write_rows(corpus, [{"text": ["a bird", "birds"]}])
     samples.learn_vocabulary(TOKENIZER, find_corpus(config))
     assert coordinator.add_notice.remote.call_count == 1
+
+
+def test_all_texts_of_a_row_count_when_a_run_decides_to_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = {"text.max_length": 8, "text.max_document_length": 24}
+    pairs, sentences = (
+        override(recipe("two_tower"), lengths),
+        override(recipe("simcse"), {"text.max_length": 8}),
+    )
+    some = pa.array([["n"] * 5, None, [], ["n"]], pa.list_(pa.string()))
+    tables = {
+        "negatives": (
+            pairs,
+            {"query": ["q"] * 4, "document": ["d"] * 4, "negatives": some},
+            4 * (8 + 24) + 6 * 24,
+        ),
+        "lists": (sentences, {"text": [["a"], ["a", "b"], ["a"] * 3, ["c"]]}, 7 * 8),
+        "texts": (sentences, {"text": list("abcd")}, 4 * 8),
+    }
+    for name, (config, columns, num_tokens) in tables.items():
+        table = pa.table(columns)
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+        (source,) = find_sources(config, [str(tmp_path / f"{name}.parquet")])
+        dataset: Any = DatasetOfOneBatch(table)
+        for rows in (source, dataset):
+            for store, streams in ((2 * 4 * num_tokens, False), (2 * 4 * num_tokens - 1, True)):
+                monkeypatch.setattr(
+                    "raycl.training.data_module.object_store_bytes", lambda size=store: float(size)
+                )
+                assert must_stream(config, [(rows, source.columns, 4)]) == streams
 
 
 # Columns

@@ -121,7 +121,9 @@ def _check_guide_table(config: RunConfig, data: DataSummary | None, answers: Ans
 
 def is_streamed(config: RunConfig, data: DataSummary | None) -> bool:
     """Return whether a run would read the rows again in each epoch; without data, if the recipe says so."""
-    return config.data.cache == "stream" if data is None else must_stream(config, data.source.num_rows)
+    if data is None:
+        return config.data.cache == "stream"
+    return must_stream(config, [(data.source, data.source.columns, data.source.num_rows)])
 
 
 def _check_bank(

@@ -9,6 +9,7 @@ import ray
 from numpy.typing import NDArray
 
 from raycl.config import RunConfig, TextConfig
+from raycl.data.columns import ColumnNames
 from raycl.data.decode import Decoder
 from raycl.data.read_stats import ReadStats
 from raycl.data.sources import Fragment, Source
@@ -21,7 +22,7 @@ from raycl.ray_runtime import fetch_tables, object_store_bytes
 from raycl.records import READ_ROWS
 from raycl.storage import Place
 from raycl.tokenization import Tokenizer, Vocabulary
-from raycl.training.data_set import DataSet, learn_vocabulary
+from raycl.training.data_set import DataSet, learn_vocabulary, texts_per_row
 from raycl.training.guide import GuideTables, read_guide
 from raycl.training.preflight import check_classes, check_has_labels, id_columns
 from raycl.training.transforms import build_formats
@@ -49,7 +50,9 @@ class DataModule:
         self.columns, self.classes = self._first.columns, self._first.classes
         check_has_labels(config, self._first.has_labels)
         self.num_rows = sum(each.num_rows for each in self.data_sets)
-        self.streamed = must_stream(config, self.num_rows)
+        self.streamed = must_stream(
+            config, [(each.rows, each.columns, each.num_rows) for each in self.data_sets]
+        )
         if self.streamed and not is_one:
             raise ConfigError(
                 f"the {len(data)} data sets are larger than half of a node's object store, and only one data set "
@@ -213,15 +216,26 @@ class DataModule:
         return sum(fragment.num_rows for fragment in self._evaluated)
 
 
-def must_stream(config: RunConfig, num_rows: int) -> bool:
-    """Return whether a run reads its rows again in each epoch: if they could fill half of a node's object store."""
+def must_stream(
+    config: RunConfig, data_sets: Sequence[tuple[Source | ray.data.Dataset, ColumnNames, int]]
+) -> bool:
+    """Return whether a run reads its rows again in each epoch: if they could fill half of a node's object store.
+
+    ``data_sets`` are rows with their columns and their number.
+    """
     data, text = config.data, config.text
     if data.cache != "auto":
         return data.cache == "stream"
     image = data.channels * data.resolved_decode_size**2 if data.kind in ("image", "image_text") else 0
     # Texts have at most their maximum length.
-    num_tokens = {"image": 0, "pairs": text.max_length + text.longest}.get(data.kind, text.max_length)
-    return num_rows * (image + 4 * num_tokens) > object_store_bytes() / 2
+    of_document = text.max_document_length or text.max_length
+    length = {"document": of_document, "negatives": of_document}
+    num_bytes = 0.0
+    for rows, columns, num_rows in data_sets:
+        counts = texts_per_row(rows, columns) if num_rows else {}
+        num_tokens = sum(count * length.get(role, text.max_length) for role, count in counts.items())
+        num_bytes += num_rows * (image + 4 * num_tokens)
+    return num_bytes > object_store_bytes() / 2
 
 
 def _check_columns(data_sets: Sequence[DataSet]) -> None:

@@ -6,11 +6,12 @@ from itertools import islice, zip_longest
 from typing import Any, final
 
 import numpy as np
+import pyarrow as pa
 import ray
 
 from raycl.config import RunConfig, TextConfig
 from raycl.data.click_logs import group_dataset, group_source, grouped_columns
-from raycl.data.columns import ColumnNames
+from raycl.data.columns import ColumnNames, is_list
 from raycl.data.decode import Decoder, classes_of, columns_of, decode_dataset, decode_source
 from raycl.data.ids import content_id
 from raycl.data.read_stats import ReadStats
@@ -107,6 +108,28 @@ class DataSet:
         self.columns = grouped_columns(self.columns)
         if self.dataset.count() == 0:
             raise DataError("no query has a document with label 1; training needs positive pairs")
+
+
+def texts_per_row(data: Source | ray.data.Dataset, columns: ColumnNames) -> dict[str, float]:
+    """Return the mean number of texts by role; lists are counted in the first rows."""
+    names = {role: name for role, name in columns.contents.items() if role in ROLES}
+    first, counts = _first_rows(data, list(names.values())), dict.fromkeys(names, 1.0)
+    for role, name in names.items():
+        if first is not None and is_list(first[name].type):
+            num_texts = sum(len(chunk.flatten()) for chunk in first[name].chunks)
+            counts[role] = num_texts / max(1, len(first))
+    return counts
+
+
+def _first_rows(data: Source | ray.data.Dataset, names: list[str]) -> pa.Table | None:
+    """Return some rows of a source; those of a dataset, which is executed for them, only if it has lists."""
+    if isinstance(data, Source):
+        return next((table for _, table in data.tables(data.fragments[0], names)), None) if names else None
+    schema: Any = data.schema()
+    kinds = dict(zip(schema.names, schema.types, strict=True))
+    if not any(isinstance(kinds[name], pa.DataType) and is_list(kinds[name]) for name in names):
+        return None
+    return data.select_columns(names).take_batch(1_024, batch_format="pyarrow")  # pyright: ignore
 
 
 def learn_vocabulary(
