@@ -204,15 +204,30 @@ def wait_for_gpu(timeout_s: float = NEW_NODE_S) -> None:
 
     Prints a line if there is none yet. Raises ``ConfigError`` if none comes in time.
     """
-    if ray.cluster_resources().get("GPU", 0) >= 1:
-        return
+    check_gpu(float(_comes("GPU", timeout_s)))
+
+
+def wait_for_cpu(timeout_s: float = NEW_NODE_S) -> None:
+    """Wait until the cluster has a CPU, as :func:`wait_for_gpu` does for a GPU."""
+    if not _comes("CPU", timeout_s):
+        raise ConfigError(
+            f"the cluster has no CPU, and none came in {timeout_s / 60:g} minutes; check its autoscaler, or join another "
+            "cluster"
+        )
+
+
+def _comes(kind: str, timeout_s: float) -> bool:
+    """Whether the cluster has a CPU or a GPU, at the latest after the timeout."""
+    if ray.cluster_resources().get(kind, 0) >= 1:
+        return True
     if timeout_s:
         print(
-            f"the cluster has no GPU yet; waiting up to {timeout_s / 60:g} minutes for one", file=sys.stderr
+            f"the cluster has no {kind} yet; waiting up to {timeout_s / 60:g} minutes for one",
+            file=sys.stderr,
         )
-    request = placement_group([{"GPU": 1}])
+    request = placement_group([{kind: 1}])
     try:
-        check_gpu(float(request.wait(timeout_s)))
+        return bool(request.wait(timeout_s))
     finally:
         remove_placement_group(request)
 

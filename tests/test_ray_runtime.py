@@ -29,6 +29,7 @@ from raycl.ray_runtime import (
     init_ray,
     prestart_ray,
     require_single,
+    wait_for_cpu,
 )
 from raycl.recipes import recipe
 from raycl.storage import Place
@@ -54,6 +55,29 @@ def fake_init(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], 
         monkeypatch.setattr(ray_runtime.ray, "init", lambda **_: init())
 
     return replace
+
+
+def test_a_cluster_without_cpus_is_refused_unless_one_comes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+    comes = iter([False, True])
+    monkeypatch.setattr(ray_runtime.ray, "cluster_resources", dict)
+    monkeypatch.setattr(ray_runtime, "remove_placement_group", asked.append)
+
+    def request(bundles: Any) -> Any:
+        asked.append(bundles)
+        return SimpleNamespace(wait=lambda _: next(comes))
+
+    monkeypatch.setattr(ray_runtime, "placement_group", request)
+    with pytest.raises(ConfigError, match="the cluster has no CPU, and none came in 15 minutes; check its"):
+        wait_for_cpu()
+    wait_for_cpu()
+    assert asked[0] == [{"CPU": 1}] and len(asked) == 4  # each request is removed
+    assert capsys.readouterr().err == "the cluster has no CPU yet; waiting up to 15 minutes for one\n" * 2
+    monkeypatch.setattr(ray_runtime.ray, "cluster_resources", lambda: {"CPU": 1.0})
+    wait_for_cpu()
+    assert len(asked) == 4
 
 
 @pytest.mark.parametrize(

@@ -282,13 +282,15 @@ def write_own_run(folder: Path, network: nn.Module) -> str:
 
 
 @pytest.mark.parametrize(
-    ("have", "num_cpus", "most"),
-    [({}, 0.5, None), ({"CPU": 1.0}, 0.0, 1), ({"CPU": 2.0}, 0.5, 1), ({"CPU": 8.0}, 0.5, 7)],
+    ("have", "come", "num_cpus", "most"),
+    [(0, 1, 0.0, 1), (0, 2, 0.5, None), (1, 1, 0.0, 1), (2, 2, 0.5, 1), (8, 8, 0.5, 7)],
 )
 def test_actors_leave_a_cpu_for_the_task_that_decodes_their_rows(
-    have: dict[str, float], num_cpus: float, most: int | None, monkeypatch: pytest.MonkeyPatch
+    have: float, come: float, num_cpus: float, most: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ray.cluster_resources", lambda: have)
+    resources = {"CPU": have} if have else {}
+    monkeypatch.setattr("ray.cluster_resources", lambda: resources)
+    monkeypatch.setattr("raycl.inference.embed.wait_for_cpu", lambda: resources.update(CPU=come))
     monkeypatch.setattr("ray.put", lambda value: value)
     decoded, saved = MagicMock(), MagicMock()
     embed_dataset(decoded, saved)

@@ -29,7 +29,7 @@ from raycl.inference.reading import connect_unless_small, counted_rows, counting
 from raycl.lease import writing_new
 from raycl.models.encoder_io import ImageEncoder, SavedEncoder, TextEncoder
 from raycl.models.registry import SideName, trusted_packages
-from raycl.ray_runtime import fetch_tables
+from raycl.ray_runtime import fetch_tables, wait_for_cpu
 
 BATCH_SIZE = 256
 FILE = "part-0.parquet"  # of rows embedded in this process
@@ -168,9 +168,12 @@ def embed_dataset(
 ) -> ray.data.Dataset:
     """Add representations to decoded rows, lazily.
 
-    A cluster grows for actors with GPUs, or if it has no CPUs yet.
+    A cluster grows for actors with GPUs, or if it has no CPUs yet; then this waits for the first one.
     """
+    has_cpus = ray.cluster_resources().get("CPU", 0.0) > 0
+    wait_for_cpu()
     num_cpus = ray.cluster_resources().get("CPU", 0.0)
+    is_single = num_cpus < 1.5
     return decoded.map_batches(
         Embedder,
         # The actors' nodes may lack this process's environment variables.
@@ -179,10 +182,10 @@ def embed_dataset(
         batch_format="pyarrow",
         # Another request than a decoding task has, one CPU, keeps Ray from fusing decoding into this actor. With any
         # request, an actor on the only CPU would leave none for that task.
-        num_cpus=0.0 if 0 < num_cpus < 1.5 else 0.5,
+        num_cpus=0.0 if is_single else 0.5,
         num_gpus=1 if gpu else 0,
         compute=ray.data.ActorPoolStrategy(
-            min_size=1, max_size=None if gpu or not num_cpus else max(1, int(num_cpus) - 1)
+            min_size=1, max_size=None if gpu or not (has_cpus or is_single) else max(1, int(num_cpus) - 1)
         ),
     )
 
