@@ -1,5 +1,6 @@
 """A worker's process: exact and fast matrix products, and the process that could replace it."""
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError
@@ -19,6 +20,7 @@ from raycl.training.coordinator import RunCoordinator
 from raycl.training.process import environment, multiply_by_onednn, prepare_device, prepare_process
 from raycl.training.standby import (
     HOOK,
+    import_worker,
     importing,
     nodes_with_room,
     request_standby,
@@ -156,6 +158,14 @@ def test_a_new_process_imports_modules_unless_it_lacks_raycl_or_has_a_hook_of_th
     context.runtime_env = {}
     monkeypatch.setattr("importlib.metadata.distribution", missing)
     assert importing("import_worker") == {}
+
+
+def test_a_new_worker_collects_no_garbage_while_it_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raycl.training.standby._import_if_idle", lambda _: None)
+    import_worker()
+    is_enabled = gc.isenabled()
+    gc.enable()
+    assert not is_enabled  # run_worker enables it, see test_loop.py
 
 
 def test_a_process_without_ray_asks_for_no_other_and_starts_no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
