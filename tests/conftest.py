@@ -1,5 +1,6 @@
 """One S3 server for each process; the environment is set before Ray is imported."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -27,6 +28,8 @@ os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # otherwise `uv run pytest` s
 os.environ["RAYCL_TRUSTED"] = "tests"  # contains the networks that test runs import
 for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
     os.environ.pop(name, None)
+
+gc.disable()  # until the tests are collected: it would take half of that time
 
 import hypothesis
 import pytest
@@ -79,6 +82,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Import no other tests than the core tests with ``-m core``."""
     is_other = collection_path.name.startswith("test_") and collection_path not in CORE_PATHS
     return True if config.option.markexpr == "core" and is_other else None
+
+
+def pytest_collection_finish() -> None:
+    """Leave out what the modules of the tests hold, which stays, whenever garbage is collected."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
