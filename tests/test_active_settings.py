@@ -321,6 +321,7 @@ def built(config: RunConfig) -> Any:
     state = TrainState.build(config, towers, num_samples=num_samples)
     stage, plans = config.stages[0], stage_plans(config, num_train=[2_560])
     weights = [plans[0].hinge_weight(step) for step in (0, plans[0].num_steps - 1)]
+    some_steps = range(0, plans[0].num_steps, max(1, plans[0].num_steps // 60))
     parts = {
         "formats": build_formats(config, tokenizer, columns),
         "views": build_transform(config, tokenizer).with_image_size(config.image_size(config.stages[0])),
@@ -330,7 +331,7 @@ def built(config: RunConfig) -> Any:
         "average": state.ema,
         "groups": [{**group, "params": len(group["params"])} for group in state.optimizer.param_groups],
         "lengths": [(plan.num_steps, plan.steps_per_epoch) for plan in plans],
-        "learning rates": [plans[0].learning_rate(step) for step in range(0, plans[0].num_steps, 3)],
+        "learning rates": [plans[0].learning_rate(step) for step in some_steps],
         "embedding": EmbedConfig.of(config, stage),
         "losses": [
             state.objective(config, stage, hinge_weight=weight, num_samples=num_samples) for weight in weights
