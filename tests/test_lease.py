@@ -140,9 +140,13 @@ def test_the_claim_of_a_killed_process_is_taken_over_immediately(output: Place, 
         assert len(claims_in(output)) == 1
 
 
-def test_a_suspended_process_loses_its_output(output: Place, quick: None, tmp_path: Path) -> None:
+def test_a_suspended_process_loses_its_output(
+    output: Place, quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # S3 timestamps have a resolution of one second.
+    monkeypatch.setattr(lease, "DEAD_S", 0.5 if output.is_local else 1.5)
+    monkeypatch.setattr(lease, "WATCH_S", 0.5)
     with suspended_writer(output, tmp_path) as process:
-        # S3 timestamps have a resolution of one second.
         time.sleep(lease.DEAD_S + (0.1 if output.is_local else 1.0))
         with writing(output) as own:
             process.send_signal(signal.SIGCONT)
