@@ -150,9 +150,9 @@ def test_a_ray_cluster_started_by_raycl_listens_only_on_the_loopback(own_ray: Ow
 def test_the_token_is_private_to_its_user_and_needs_no_settings(own_ray: OwnRay, tmp_path: Path) -> None:
     token = own_ray.home / ".ray" / "auth_token"
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
-    for address in (own_ray.address, own_ray.address.replace("127.0.0.1", "localhost")):
-        asked = raycl(own_ray.home, "bank", "list", "--address", address)
-        assert (asked.returncode, "no banks found" in asked.stdout) == (0, True), asked.stderr
+    named = own_ray.address.replace("127.0.0.1", "localhost")
+    asked = raycl(own_ray.home, "bank", "list", "--address", named)
+    assert (asked.returncode, "no banks found" in asked.stdout) == (0, True), asked.stderr
     assert_refused_in_one_line(raycl(tmp_path, "bank", "list", "--address", own_ray.address))
     wrong = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "b2" * 32}
     assert_refused_in_one_line(raycl(tmp_path, "bank", "stats", "any", "--address", own_ray.address, **wrong))

@@ -24,6 +24,7 @@ from raycl.data.sources import find_source
 from raycl.embedding_snapshot import LATEST, read_probe_set, read_snapshot
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.inference.checkpoint_encoder import load_checkpoint_encoder
+from raycl.inference.embed import embed_values
 from raycl.models.build import load_tokenizer
 from raycl.preparation import gather_texts, group_pairs, make_tokenizer
 from raycl.records import read_metrics
@@ -271,9 +272,14 @@ def test_a_train_set_adds_documents_and_its_matches_are_excluded(
     assert "average_precision" not in known
 
 
-def test_mined_negatives_exclude_matches_and_are_used_in_training(
-    click_run: tuple[Path, raycl.RunResult], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_mined_negatives_exclude_matches(
+    click_run: tuple[Path, raycl.RunResult],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    embed_here = in_this_process()(embed_values)  # then tasks of Ray search
+    monkeypatch.setattr("raycl.inference.mining.embed_values", embed_here)
     rows = [row for row in clicks() if row["query_id"] not in ("invalid", "graded")]
     data, mined = tmp_path / "pairs.parquet", tmp_path / "mined.parquet"
     pq.write_table(pa.Table.from_pylist(rows), data)
@@ -331,7 +337,8 @@ def test_an_earlier_run_guides_a_new_one(click_run: tuple[Path, raycl.RunResult]
     run, data, documents = str(click_run[0]), tmp_path / "clicks.parquet", tmp_path / "documents"
     pq.write_table(pa.Table.from_pylist(clicks()), data)  # which repeats documents
     columns = ColumnNames(text="document", document_id="document_id")
-    raycl.embed(run, str(data), str(documents), columns=columns, side="key", quiet=True)  # by actors
+    with in_this_process():
+        raycl.embed(run, str(data), str(documents), columns=columns, side="key", quiet=True)
     # Any other folder with these columns is a guide too.
     queries = {row["query_id"]: row["query"] for row in clicks()}
     vectors = raycl.load_encoder(run).encode(list(queries.values())).tolist()
