@@ -522,7 +522,7 @@ def test_a_pair_is_found_by_its_own_key_or_an_equal_one(tmp_path: Path, per_docu
 
 
 def test_class_names_are_part_of_the_data(tmp_path: Path) -> None:
-    write_snapshots(write_run(tmp_path))
+    write_snapshots(write_run(tmp_path, []))
     data = json.loads((tmp_path / "data.json").read_text())
     names = [f"a class of a long name, {number}" for number in range(10)]
     (tmp_path / "data.json").write_text(json.dumps(data | {"classes": names}))
@@ -575,7 +575,7 @@ def test_neighbors_without_a_label_count_neither_as_right_nor_as_wrong(tmp_path:
 
 
 def test_embeddings_that_are_not_finite_are_skipped_and_counted(tmp_path: Path) -> None:
-    write_snapshots(write_run(tmp_path))
+    write_snapshots(write_run(tmp_path, []))
     portrait = read_snapshot(Place(str(tmp_path)), LATEST)
     assert portrait is not None
     rows = portrait.embedding.copy()
@@ -588,7 +588,7 @@ def test_embeddings_that_are_not_finite_are_skipped_and_counted(tmp_path: Path) 
 
 
 def test_a_collapsed_encoder_has_no_map(tmp_path: Path) -> None:
-    write_snapshots(write_run(tmp_path))
+    write_snapshots(write_run(tmp_path, []))
     rows = np.tile(embeddings(np.zeros(1, int), spread=0.0), (60, 1))
     portrait = EmbeddingSnapshot(step=300, embedding=rows, key=None, similarities=similarities(rows, rows))
     write_snapshot(Place(str(tmp_path)), LATEST, portrait)
