@@ -290,7 +290,11 @@ def test_small_images_get_a_small_encoder_without_a_gpu(name: str, monkeypatch: 
     with_muon = name in ("simclr", "moco_v2")
     assert (on_cpu.optimizer.name == "muon") == with_muon
     assert (on_cpu.stages == papers.stages) != with_muon
-    kept = {"encoder": papers.encoder, "augment": papers.augment}
+    head = papers.projection_head
+    assert on_cpu.projection_head.hidden_dim == (1_024 if name == "simclr" else None)
+    if with_muon:
+        assert on_cpu.stages[0].learning_rate == (0.04 if name == "simclr" else 0.02)
+    kept = {"encoder": papers.encoder, "augment": papers.augment, "projection_head": head}
     papers_optimizer = {"optimizer": papers.optimizer, "stages": papers.stages}
     assert on_cpu.model_copy(update=kept | papers_optimizer) == papers
     for path, value in {"optimizer.name": "adamw", "stages.0.learning_rate": 0.01}.items():
