@@ -18,6 +18,7 @@ from raycl.api import plan_examined as plan
 from raycl.cli.plan import command_settings
 from raycl.config import RunConfig
 from raycl.config.overrides import override
+from raycl.data.columns import ColumnNames
 from raycl.data.sources import Fragment, find_source
 from raycl.doctor.checks import check_gpus
 from raycl.doctor.data import MAX_FRAGMENTS, DataSummary, check_data, spread
@@ -212,7 +213,8 @@ def test_the_remedy_for_a_bank_that_is_too_large_names_only_settings_that_act(
     monkeypatch.setattr("raycl.doctor.memory._profile_stages", lambda config: [ONE] * len(config.stages))
     node = Node(node_id="id", name="node", is_head=True, num_cpus=1, num_gpus=0, object_store=1e9)
     answers = [NodeAnswer(node, NodeInfo(versions={}, memory=1e3, free_memory=1e3))]
-    config, source = small(method, **{"data.cache": "materialize"}), SimpleNamespace(num_rows=1_000)
+    config = small(method, **{"data.cache": "materialize"})
+    source = SimpleNamespace(num_rows=1_000, columns=ColumnNames())
     data: Any = SimpleNamespace(source=source, decoded_bytes=1.0, negatives_per_pair=0.0)
     found = {each.name: each for each in check_memory(config, data, answers)}
     assert not found["bank"].good

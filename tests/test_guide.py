@@ -353,7 +353,8 @@ def test_the_doctor_checks_a_guide_and_its_size(tmp_path: Path, monkeypatch: pyt
     assert "embeddings of 5 numbers take at most 1.1 KiB of each node's" in check(whole).seen
     assert check(whole).good
     assert not check(whole - 1).good
-    data = SimpleNamespace(source=SimpleNamespace(num_rows=10), negatives_per_pair=1.5)
+    source = SimpleNamespace(num_rows=10, columns=ColumnNames())
+    data = SimpleNamespace(source=source, negatives_per_pair=1.5)
     assert check(few, data).good
     assert not check(few - 1, data).good
     for file in (tmp_path / "document").iterdir():

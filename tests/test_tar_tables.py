@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from raycl.data import tar_tables
 from raycl.data.columns import ColumnNames
+from raycl.data.read_stats import ReadStats
 from raycl.data.sources import find_source
 from raycl.data.tar_tables import TarTables
 from raycl.errors import DataError
@@ -161,7 +162,7 @@ def test_packed_images_are_the_same_and_so_are_their_ids(tmp_path: Path) -> None
     samples = [{"png": b"%d" % row, "txt": b"text", "cls": b"cat"} for row in range(5)]
     write_tar(tmp_path / "a.tgz", [*samples, {"txt": b"no image"}])
     expected = find_source(str(tmp_path / "a.tgz"), CAPTIONS)
-    rows = pa.concat_tables(_row_tables(expected, expected.fragments[0]))
+    rows = pa.concat_tables(_row_tables(expected, expected.fragments[0], ReadStats()))
     pq.write_table(rows, tmp_path / "a.parquet")
     found = find_source(str(tmp_path / "a.parquet"), CAPTIONS)
     assert (found.classes, read(found)) == (("cat",), read(expected))
