@@ -168,7 +168,7 @@ def embed_dataset(
 ) -> ray.data.Dataset:
     """Add representations to decoded rows, lazily.
 
-    A cluster grows for actors with GPUs, or if it has no CPUs yet; then this waits for the first one.
+    Waits for the first CPU of a cluster that has none yet. More nodes come while decoding waits for CPUs.
     """
     has_cpus = ray.cluster_resources().get("CPU", 0.0) > 0
     wait_for_cpu()

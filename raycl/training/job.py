@@ -57,8 +57,9 @@ class Job:
     values if this process trains alone, without Ray. ``num_train`` are the training rows of each data set. ``workers``
     is the minimum and the maximum number of workers that were requested. ``bank`` is set if actors hold the negatives.
     ``sample_id`` refers to the ids of the ``num_samples`` samples that a memory bank has slots for, or the bank of a
-    stream that is mined. ``fingerprint`` is that of the rows, None for a stream, and ``corpus_fingerprint`` that of the
-    texts of ``text.corpus``, if they were read. ``guide`` refers to the embeddings of a guide, which each node holds once; ``corpus`` to the queries and documents of the training rows, if a ``miner``
+    stream that is mined. ``fingerprint`` hashes the rows, None for a stream, and ``corpus_fingerprint`` the texts of
+    ``text.corpus``, if they were read. ``guide`` refers to the embeddings of a guide, which each node holds once;
+    ``corpus`` to the queries and documents of the training rows, if a ``miner``
     searches them and they are no stream. ``encoder_pool`` is set if a pool of actors encodes keys. ``began`` is when the
     run began, in seconds since 1970, later by the time in which no driver ran. ``failure`` is the last loss of a
     group, also if groups after it have trained since.

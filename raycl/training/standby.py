@@ -25,6 +25,7 @@ _DELAY_S = 15.0  # their imports must not delay the first steps of a group
 _KEPT_S = 7 * 24 * 3600
 _TIMEOUT_S = 10.0
 _LOOK_S = 30.0  # between two looks for nodes that joined
+_IMPORTS_S = 60.0
 _IDLE_S = 2.0  # after the start of a process; an actor that it was started for arrives before
 
 
@@ -43,9 +44,13 @@ def importing(function: str) -> dict[str, str]:
 def import_worker() -> None:
     """Import the modules of a training worker, unless this process gets an actor at once.
 
-    ``run_worker`` turns the garbage collection on again, which takes a sixth of the time of these imports.
+    ``run_worker`` turns the garbage collection on again, which takes a sixth of the time of these imports. What a
+    worker starts inherits its environment and calls this too: there it is on again after a minute.
     """
     gc.disable()
+    timer = threading.Timer(_IMPORTS_S, gc.enable)
+    timer.daemon = True
+    timer.start()
     _import_if_idle("loop")
 
 
