@@ -209,8 +209,8 @@ def _add_negatives(
     """Return the summed loss of all negatives, and the summed derivative with respect to the logits.
 
     Adds the unscaled gradients of rows, to ``gradient``, and of columns. ``diagonals`` (column - row) are those of
-    the positives. The loss of a row is multiplied by its ``weight`` [num_rows]; the gradient of the rows may be that
-    of columns with weights.
+    the positives. The loss of a row is multiplied by its ``weight`` [num_rows]. With ``column_weight`` the rows are
+    keys, and only their gradient is computed: the loss is that of the queries.
     """
     loss, total = rows.new_zeros(()), rows.new_zeros(())
     weight = rows.new_ones(len(rows)) if weight is None else weight
@@ -220,9 +220,11 @@ def _add_negatives(
         for k, _, tile in candidates.tiles(query, block, diagonals=diagonals):
             piece = candidates.pieces[k]
             tile += bias
-            loss = loss - own @ F.logsigmoid(-tile).sum(1)
+            if column_weight is None:
+                loss = loss - own @ F.logsigmoid(-tile).sum(1)
             weights = tile.sigmoid_()
-            total = total + own @ weights.sum(1)
+            if column_weight is None:
+                total = total + own @ weights.sum(1)
             if gradient is not None:
                 gradient[block] += own[:, None] * product(weights, values[piece].T)
             if candidates.gradient is not None:
