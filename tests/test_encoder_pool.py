@@ -356,12 +356,33 @@ def test_the_pool_shrinks_while_an_encoder_waits_for_its_resources(clock: Clock)
         await interval(9.0, 5)
         assert len(launcher.running) == 4  # it still waits, and so do the callers
         await interval(0.0, 1)  # ends the time in which they waited
+        clock.now += 600.0
         for size in (3, 2, 1, 1):
             await interval(0.0, 1)
             assert len(launcher.running) == await pool.num_encoders() == size
         launcher.starts.set()
         await interval(9.0, 5)
         assert await pool.num_encoders() == 2
+
+    run(check())
+
+
+def test_the_pool_keeps_for_ten_minutes_what_it_grew_to(clock: Clock) -> None:
+    """One encoder fewer could do the work, but too late: callers would wait again, and a new one be built."""
+
+    async def check() -> None:
+        launcher = FakeLauncher()
+        pool = await pool_of(launcher, 1, 3)
+        clock.now = 11.0
+        await requests_of(pool, 9.0, 2)
+        assert len(launcher.running) == 2
+        while clock.now < 600.0:
+            clock.now += 11.0
+            await requests_of(pool, 0.0, 1)
+            assert launcher.running == {0, 1}
+        clock.now += 11.0
+        await requests_of(pool, 0.0, 1)
+        assert len(launcher.running) == 1
 
     run(check())
 
