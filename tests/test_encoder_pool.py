@@ -4,12 +4,15 @@ from collections import deque
 from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 from ray.exceptions import ObjectLostError, OwnerDiedError, RayActorError, RayError, RayTaskError
 
+from raycl.config.schema import PoolConfig
 from raycl.training.encoder_pool import ActorLauncher, Encoded, PoolActor, start_pool
+from raycl.training.pools import open_pool
 
 
 class Method:
@@ -385,6 +388,28 @@ def test_the_pool_keeps_for_ten_minutes_what_it_grew_to(clock: Clock) -> None:
         assert len(launcher.running) == 1
 
     run(check())
+
+
+def test_a_pool_that_has_no_room_starts_no_encoder() -> None:
+    """Its encoder would take the CPU of a task that reads the rows which the workers await."""
+
+    async def check() -> None:
+        launcher = FakeLauncher()
+        pool = await pool_of(launcher, 0, 0, interval_s=0.0)
+        for _ in range(5):
+            assert await pool.encode([10], {}, 1.0) is None
+        assert launcher.num_started == 0
+
+    run(check())
+
+
+@pytest.mark.parametrize(("most", "num_lines"), [(0, 1), (1, 0)])
+def test_a_line_says_that_a_pool_has_no_room(most: int, num_lines: int) -> None:
+    coordinator = MagicMock()
+    open_pool(PoolConfig(min_actors=0), lambda: None, coordinator, actors=(0, most))  # type: ignore[arg-type]
+    lines = [call.args[0] for call in coordinator.add_notice.remote.call_args_list]
+    assert len(lines) == num_lines
+    assert all("so none starts; lower --workers" in line for line in lines)
 
 
 def test_a_wait_counts_only_since_the_number_of_encoders_was_reconsidered(clock: Clock) -> None:

@@ -243,7 +243,7 @@ class PoolActor:
             return
         elapsed = time.monotonic() - self._since
         if self._target == 0 and self._num_missed:
-            self._target = 1
+            self._target = min(1, self._most)
         elif elapsed > self._interval_s:
             self._reconsider(elapsed)
         while self._num_all > self._target and (self._starting or self._idle):
