@@ -8,7 +8,14 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
-from ray.exceptions import ObjectLostError, OwnerDiedError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorDiedError,
+    ObjectLostError,
+    OwnerDiedError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
 from raycl.config.schema import PoolConfig
 from raycl.training.encoder_pool import ActorLauncher, Encoded, PoolActor, start_pool
@@ -41,7 +48,7 @@ class FakeEncoder:
     async def _ready(self) -> None:
         await self.starts.wait()
         if self.fails_at_start:
-            raise RayActorError
+            raise self.dies or RayActorError()
 
     async def _encode(self, version: int, weights: Any, rows: Any, how: Any) -> Any:
         await self.go.wait()
@@ -232,6 +239,21 @@ def test_an_encoder_that_fails_again_and_again_is_replaced_after_a_delay() -> No
             assert await pool.encode([10], {}) is None
             await asyncio.sleep(0)
         assert 1 < launcher.num_started < 5
+
+    run(check())
+
+
+def test_the_report_of_an_encoder_that_cannot_be_built_names_the_cause() -> None:
+    async def check() -> None:
+        cause = ModuleNotFoundError("No module named 'my_networks'")
+        lines = 'Traceback (most recent call last):\n  File "a.py", line 3, in build\n'
+        error = ActorDiedError(RayTaskError("__init__", f"{lines}ModuleNotFoundError: {cause}", cause))
+        launcher, reports = FakeLauncher(dying=(0,), failing=(0,), death=error), list[str]()
+        await pool_of(launcher, report=reports.append)
+        await asyncio.sleep(0.01)
+        assert reports == [
+            "an encoder of the pool failed (ModuleNotFoundError: No module named 'my_networks'); 0 are left"
+        ]
 
     run(check())
 

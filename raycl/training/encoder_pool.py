@@ -19,8 +19,7 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import ObjectLostError, OwnerDiedError, RayError, RayTaskError
 
-from raycl.errors import first_line, last_line
-from raycl.ray_runtime import helper_actor, kill_actors, without_stderr
+from raycl.ray_runtime import cause_of, helper_actor, kill_actors, without_stderr
 
 # An encoder without an answer counts as lost after this time, or a multiple of the longest answer so far; Ray
 # notices dead nodes earlier.
@@ -324,8 +323,7 @@ class PoolActor:
         self._failures += 1
         if self._failures > 1:
             self._not_before = time.monotonic() + min(_MAX_DELAY_S, 2.0 ** min(self._failures, 9))
-        cause = last_line(error) if isinstance(error, RayTaskError) else first_line(error)
-        self._report(f"an encoder of the pool failed ({cause}); {self._num_all} are left")
+        self._report(f"an encoder of the pool failed ({cause_of(error)}); {self._num_all} are left")
         self._resize()
         await self._notify()
 
