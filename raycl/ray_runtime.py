@@ -34,7 +34,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycl.arguments import check_type
-from raycl.errors import ConfigError, RayclError, RunError, first_line
+from raycl.errors import ConfigError, RayclError, RunError, first_line, last_line
 from raycl.gpus import check_gpu, check_gpus, starts_here
 
 if TYPE_CHECKING:
@@ -293,6 +293,14 @@ def find_raycl_error(error: BaseException) -> RayclError | None:
         todo += [getattr(each, name, None) for name in ("__cause__", "cause", "controller_failure")]
         todo += getattr(each, "worker_failures", {}).values()
     return None
+
+
+def cause_of(error: Exception) -> str:
+    """Return the line of an error of Ray's that names its cause: the last one if code of an actor raised it."""
+    is_raised = isinstance(error, exceptions.RayTaskError) or (
+        isinstance(error, exceptions.RayActorError) and error.actor_init_failed
+    )
+    return last_line(error) if is_raised else first_line(error)
 
 
 @contextlib.contextmanager

@@ -589,6 +589,7 @@ def test_invalid_calls_are_refused_in_one_line_without_writing(
         (ActorUnavailableError("gone\nfar", None), ShardAwayError, "did not answer 'info': The actor None is unavailable: gone; check"),
         (GetTimeoutError("slow"), ShardAwayError, "no answer within 5 s"),
         (ActorDiedError(), ShardAwayError, "did not answer 'info': The actor died unexpectedly"),
+        (ActorDiedError(RayTaskError("__init__", "a\nKeyError: 'k'", KeyError("k"))), ShardAwayError, "did not answer 'info': KeyError: 'k'; check"),
         (RayTaskError("call", "a\nb", KeyError("k")), RunError, r"^the bank's shard 'bank/0' failed in 'info' with KeyError\('k'\); its log"),
     ],
 )  # fmt: skip
@@ -652,6 +653,14 @@ def test_a_bank_with_a_snapshot_gets_time_to_read_it(starting: SimpleNamespace, 
     with pytest.raises(RunError, match="not ready within 123 s"):
         start_bank(spec)
     assert "\n" not in str(error.value)
+
+
+def test_a_bank_that_cannot_be_built_is_refused_with_the_cause(
+    starting: SimpleNamespace, tmp_path: Path
+) -> None:
+    starting.error = ActorDiedError(RayTaskError("__init__", "a\nMemoryError: 30 GiB", MemoryError("30 GiB")))
+    with pytest.raises(RunError, match="^the bank did not start: MemoryError: 30 GiB; try again"):
+        start_bank(a_spec("queue", tmp_path))
 
 
 def test_ctrl_c_during_the_start_of_a_bank_ends_its_actors(starting: SimpleNamespace, tmp_path: Path) -> None:

@@ -4,12 +4,22 @@ from collections import deque
 from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
-from ray.exceptions import ObjectLostError, OwnerDiedError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorDiedError,
+    ObjectLostError,
+    OwnerDiedError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
+from raycl.config.schema import PoolConfig
 from raycl.training.encoder_pool import ActorLauncher, Encoded, PoolActor, start_pool
+from raycl.training.pools import open_pool
 
 
 class Method:
@@ -38,7 +48,7 @@ class FakeEncoder:
     async def _ready(self) -> None:
         await self.starts.wait()
         if self.fails_at_start:
-            raise RayActorError
+            raise self.dies or RayActorError()
 
     async def _encode(self, version: int, weights: Any, rows: Any, how: Any) -> Any:
         await self.go.wait()
@@ -233,6 +243,21 @@ def test_an_encoder_that_fails_again_and_again_is_replaced_after_a_delay() -> No
     run(check())
 
 
+def test_the_report_of_an_encoder_that_cannot_be_built_names_the_cause() -> None:
+    async def check() -> None:
+        cause = ModuleNotFoundError("No module named 'my_networks'")
+        lines = 'Traceback (most recent call last):\n  File "a.py", line 3, in build\n'
+        error = ActorDiedError(RayTaskError("__init__", f"{lines}ModuleNotFoundError: {cause}", cause))
+        launcher, reports = FakeLauncher(dying=(0,), failing=(0,), death=error), list[str]()
+        await pool_of(launcher, report=reports.append)
+        await asyncio.sleep(0.01)
+        assert reports == [
+            "an encoder of the pool failed (ModuleNotFoundError: No module named 'my_networks'); 0 are left"
+        ]
+
+    run(check())
+
+
 def test_a_pool_survives_any_number_of_failures() -> None:
     async def check() -> None:
         pool = await pool_of(FakeLauncher(dying=(0,)))
@@ -356,6 +381,7 @@ def test_the_pool_shrinks_while_an_encoder_waits_for_its_resources(clock: Clock)
         await interval(9.0, 5)
         assert len(launcher.running) == 4  # it still waits, and so do the callers
         await interval(0.0, 1)  # ends the time in which they waited
+        clock.now += 600.0
         for size in (3, 2, 1, 1):
             await interval(0.0, 1)
             assert len(launcher.running) == await pool.num_encoders() == size
@@ -364,6 +390,48 @@ def test_the_pool_shrinks_while_an_encoder_waits_for_its_resources(clock: Clock)
         assert await pool.num_encoders() == 2
 
     run(check())
+
+
+def test_the_pool_keeps_for_ten_minutes_what_it_grew_to(clock: Clock) -> None:
+    """One encoder fewer could do the work, but too late: callers would wait again, and a new one be built."""
+
+    async def check() -> None:
+        launcher = FakeLauncher()
+        pool = await pool_of(launcher, 1, 3)
+        clock.now = 11.0
+        await requests_of(pool, 9.0, 2)
+        assert len(launcher.running) == 2
+        while clock.now < 600.0:
+            clock.now += 11.0
+            await requests_of(pool, 0.0, 1)
+            assert launcher.running == {0, 1}
+        clock.now += 11.0
+        await requests_of(pool, 0.0, 1)
+        assert len(launcher.running) == 1
+
+    run(check())
+
+
+def test_a_pool_that_has_no_room_starts_no_encoder() -> None:
+    """Its encoder would take the CPU of a task that reads the rows which the workers await."""
+
+    async def check() -> None:
+        launcher = FakeLauncher()
+        pool = await pool_of(launcher, 0, 0, interval_s=0.0)
+        for _ in range(5):
+            assert await pool.encode([10], {}, 1.0) is None
+        assert launcher.num_started == 0
+
+    run(check())
+
+
+@pytest.mark.parametrize(("most", "num_lines"), [(0, 1), (1, 0)])
+def test_a_line_says_that_a_pool_has_no_room(most: int, num_lines: int) -> None:
+    coordinator = MagicMock()
+    open_pool(PoolConfig(min_actors=0), lambda: None, coordinator, actors=(0, most))  # type: ignore[arg-type]
+    lines = [call.args[0] for call in coordinator.add_notice.remote.call_args_list]
+    assert len(lines) == num_lines
+    assert all("so none starts; lower --workers" in line for line in lines)
 
 
 def test_a_wait_counts_only_since_the_number_of_encoders_was_reconsidered(clock: Clock) -> None:

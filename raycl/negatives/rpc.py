@@ -8,7 +8,8 @@ import ray
 from ray import exceptions
 from ray._private import state as ray_state
 
-from raycl.errors import RayclError, RunError, ShardAwayError, first_line
+from raycl.errors import RayclError, RunError, ShardAwayError
+from raycl.ray_runtime import cause_of
 
 Arguments = TypeVarTuple("Arguments")
 Answer = TypeVar("Answer")
@@ -97,7 +98,7 @@ class PendingCall(Generic[Answer]):
                 raise self._failure(f"no answer within {self.connection.timeout_s:g} s") from error
             except exceptions.RayError as error:
                 if not self._may_come_back(error) or time.monotonic() + backoff_s > deadline:
-                    raise self._failure(first_line(error)) from error
+                    raise self._failure(cause_of(error)) from error
             time.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
             self._send()

@@ -8,7 +8,7 @@ import ray
 from ray import exceptions
 
 from raycl.display import format_bytes
-from raycl.errors import ConfigError, RayclError, RunError, first_line
+from raycl.errors import ConfigError, RayclError, RunError
 from raycl.negatives.actor import BankActor, MemoryBankActor, QueueActor
 from raycl.negatives.bank import NAMESPACE, Bank, connect_bank, list_banks
 from raycl.negatives.memory_bank import SampleIndex
@@ -16,6 +16,7 @@ from raycl.negatives.placement import ROLE, ROLES, nodes_for_a_bank, reserved_me
 from raycl.negatives.rpc import actor_facts
 from raycl.negatives.snapshot import read_current, shard_place, write_samples
 from raycl.negatives.spec import BankSpec
+from raycl.ray_runtime import cause_of
 
 # How long a bank may outlive its driver.
 _EXIT_TIMEOUT_S = 15.0
@@ -133,7 +134,7 @@ def _wait_for_shards(bank: Bank, *, timeout_s: float) -> None:
         if isinstance(cause, RayclError):
             raise cause from error
         if not isinstance(error, exceptions.GetTimeoutError):
-            raise RunError(f"the bank did not start: {first_line(error)}; try again with --debug") from error
+            raise RunError(f"the bank did not start: {cause_of(error)}; try again with --debug") from error
         if all(_has_place(actor) for actor in bank.actors):
             raise RunError(
                 f"the bank was not ready within {timeout_s:g} s, although its shards have a place: check the load "

@@ -5,6 +5,7 @@ The pool never ends a run: a request that no encoder answers returns None, and t
 
 import asyncio
 import contextlib
+import math
 import time
 import uuid
 from collections import defaultdict, deque
@@ -18,8 +19,7 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import ObjectLostError, OwnerDiedError, RayError, RayTaskError
 
-from raycl.errors import first_line, last_line
-from raycl.ray_runtime import helper_actor, kill_actors, without_stderr
+from raycl.ray_runtime import cause_of, helper_actor, kill_actors, without_stderr
 
 # An encoder without an answer counts as lost after this time, or a multiple of the longest answer so far; Ray
 # notices dead nodes earlier.
@@ -29,6 +29,7 @@ _NUM_TRIES = 2  # encoders that a request is sent to
 # Fractions of the time that callers wait: the pool grows above, may shrink below.
 _WAITING, _IDLE = 0.05, 0.01
 _BUSY = 0.7  # of the time, the most that the encoders left after shrinking may work
+_KEPT = 60.0  # intervals without waits for busy encoders before the pool shrinks: fewer may do the work, but too late
 _MAX_DELAY_S = 60.0  # before an encoder is replaced, if the ones before failed too
 _START_S = 60.0  # after which a pool without encoders reports that they wait
 
@@ -132,8 +133,8 @@ class PoolActor:
     """Send each request to an idle encoder; start and stop encoders, ``least`` to ``most``.
 
     Encoders exist only while there are weights. Their number is reconsidered every ``interval_s`` seconds: one more
-    if a caller waited for its rows and all encoders are ready and busy, one fewer if the others could do the work:
-    one that still starts, or an idle one. A lost encoder is replaced.
+    if a caller waited for its rows and all encoders are ready and busy, one fewer if that was 60 times as long ago and
+    the others could do the work: one that still starts, or an idle one. A lost encoder is replaced.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class PoolActor:
         interval_s: float = 10.0,
     ) -> None:
         self._launcher, self._least, self._most, self._report = launcher, least, most, report
-        self._interval_s, self._target = interval_s, least
+        self._interval_s, self._target, self._needed_at = interval_s, least, -math.inf
         self._attempt: str | None = None
         self._version = 0
         self._published: _Published | None = None
@@ -241,7 +242,7 @@ class PoolActor:
             return
         elapsed = time.monotonic() - self._since
         if self._target == 0 and self._num_missed:
-            self._target = 1
+            self._target = min(1, self._most)
         elif elapsed > self._interval_s:
             self._reconsider(elapsed)
         while self._num_all > self._target and (self._starting or self._idle):
@@ -256,12 +257,17 @@ class PoolActor:
         waited, busy = max(self._waited_s.values(), default=0.0) / elapsed, self._busy_s / elapsed
         if waited > _WAITING:
             if not self._idle and len(self._ready) >= self._target:
-                self._target = min(self._most, self._target + 1)
+                self._target, self._needed_at = min(self._most, self._target + 1), time.monotonic()
             elif elapsed < 2 * self._interval_s:
                 return  # the next request may find all encoders busy
-        elif waited < _IDLE and not self._num_missed and busy < _BUSY * (self._target - 1):
+        elif self._may_shrink and waited < _IDLE and busy < _BUSY * (self._target - 1):
             self._target = max(self._least, self._target - 1)
         self._reset_window()
+
+    @property
+    def _may_shrink(self) -> bool:
+        """Whether all requests found an encoder, and none has waited for a busy one for long."""
+        return not self._num_missed and time.monotonic() - self._needed_at >= _KEPT * self._interval_s
 
     def _reset_window(self) -> None:
         self._since, self._busy_s, self._num_missed = time.monotonic(), 0.0, 0
@@ -317,8 +323,7 @@ class PoolActor:
         self._failures += 1
         if self._failures > 1:
             self._not_before = time.monotonic() + min(_MAX_DELAY_S, 2.0 ** min(self._failures, 9))
-        cause = last_line(error) if isinstance(error, RayTaskError) else first_line(error)
-        self._report(f"an encoder of the pool failed ({cause}); {self._num_all} are left")
+        self._report(f"an encoder of the pool failed ({cause_of(error)}); {self._num_all} are left")
         self._resize()
         await self._notify()
 
