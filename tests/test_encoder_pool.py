@@ -381,7 +381,6 @@ def test_the_pool_shrinks_while_an_encoder_waits_for_its_resources(clock: Clock)
         await interval(9.0, 5)
         assert len(launcher.running) == 4  # it still waits, and so do the callers
         await interval(0.0, 1)  # ends the time in which they waited
-        clock.now += 600.0
         for size in (3, 2, 1, 1):
             await interval(0.0, 1)
             assert len(launcher.running) == await pool.num_encoders() == size
@@ -392,22 +391,23 @@ def test_the_pool_shrinks_while_an_encoder_waits_for_its_resources(clock: Clock)
     run(check())
 
 
-def test_the_pool_keeps_for_ten_minutes_what_it_grew_to(clock: Clock) -> None:
-    """One encoder fewer could do the work, but too late: callers would wait again, and a new one be built."""
+def test_a_pool_that_grows_again_and_again_shrinks_ever_more_rarely(clock: Clock) -> None:
+    """One of its two encoders could do the work, but too late: callers would wait, and another one be built."""
 
     async def check() -> None:
         launcher = FakeLauncher()
         pool = await pool_of(launcher, 1, 3)
-        clock.now = 11.0
-        await requests_of(pool, 9.0, 2)
-        assert len(launcher.running) == 2
-        while clock.now < 600.0:
+        lasted = [0]  # intervals with two encoders
+        for _ in range(200):
             clock.now += 11.0
-            await requests_of(pool, 0.0, 1)
-            assert launcher.running == {0, 1}
-        clock.now += 11.0
-        await requests_of(pool, 0.0, 1)
-        assert len(launcher.running) == 1
+            if len(launcher.running) == 1:
+                await requests_of(pool, 9.0, 2)
+                lasted.append(0)
+            else:
+                await requests_of(pool, 0.0, 1)
+                lasted[-1] += 1
+        assert lasted[1:5] == [1, 4, 16, 60]
+        assert lasted[5] == 60
 
     run(check())
 

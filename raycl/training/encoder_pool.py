@@ -5,7 +5,6 @@ The pool never ends a run: a request that no encoder answers returns None, and t
 
 import asyncio
 import contextlib
-import math
 import time
 import uuid
 from collections import defaultdict, deque
@@ -29,7 +28,7 @@ _NUM_TRIES = 2  # encoders that a request is sent to
 # Fractions of the time that callers wait: the pool grows above, may shrink below.
 _WAITING, _IDLE = 0.05, 0.01
 _BUSY = 0.7  # of the time, the most that the encoders left after shrinking may work
-_KEPT = 60.0  # intervals without waits for busy encoders before the pool shrinks: fewer may do the work, but too late
+_MAX_PATIENCE = 60  # intervals without waits before the pool shrinks: fewer encoders may do the work, but too late
 _MAX_DELAY_S = 60.0  # before an encoder is replaced, if the ones before failed too
 _START_S = 60.0  # after which a pool without encoders reports that they wait
 
@@ -133,8 +132,9 @@ class PoolActor:
     """Send each request to an idle encoder; start and stop encoders, ``least`` to ``most``.
 
     Encoders exist only while there are weights. Their number is reconsidered every ``interval_s`` seconds: one more
-    if a caller waited for its rows and all encoders are ready and busy, one fewer if that was 60 times as long ago and
-    the others could do the work: one that still starts, or an idle one. A lost encoder is replaced.
+    if a caller waited for its rows and all encoders are ready and busy, one fewer if the others could do the work: one
+    that still starts, or an idle one. Each time that the pool grows again after it shrank, it waits four times as long
+    before it shrinks. A lost encoder is replaced.
     """
 
     def __init__(
@@ -146,7 +146,8 @@ class PoolActor:
         interval_s: float = 10.0,
     ) -> None:
         self._launcher, self._least, self._most, self._report = launcher, least, most, report
-        self._interval_s, self._target, self._needed_at = interval_s, least, -math.inf
+        self._interval_s, self._target = interval_s, least
+        self._patience, self._num_calm, self._has_shrunk = 1, 0, False  # intervals
         self._attempt: str | None = None
         self._version = 0
         self._published: _Published | None = None
@@ -257,17 +258,24 @@ class PoolActor:
         waited, busy = max(self._waited_s.values(), default=0.0) / elapsed, self._busy_s / elapsed
         if waited > _WAITING:
             if not self._idle and len(self._ready) >= self._target:
-                self._target, self._needed_at = min(self._most, self._target + 1), time.monotonic()
+                self._grow()
             elif elapsed < 2 * self._interval_s:
                 return  # the next request may find all encoders busy
-        elif self._may_shrink and waited < _IDLE and busy < _BUSY * (self._target - 1):
-            self._target = max(self._least, self._target - 1)
+        elif waited < _IDLE and not self._num_missed and busy < _BUSY * (self._target - 1):
+            self._shrink()
         self._reset_window()
 
-    @property
-    def _may_shrink(self) -> bool:
-        """Whether all requests found an encoder, and none has waited for a busy one for long."""
-        return not self._num_missed and time.monotonic() - self._needed_at >= _KEPT * self._interval_s
+    def _grow(self) -> None:
+        """Add an encoder, if there may be one more."""
+        if self._has_shrunk:
+            self._patience, self._has_shrunk = min(_MAX_PATIENCE, 4 * self._patience), False
+        self._target, self._num_calm = min(self._most, self._target + 1), 0
+
+    def _shrink(self) -> None:
+        """Remove an encoder, if that many intervals had too many."""
+        self._num_calm += 1
+        if self._num_calm >= self._patience and self._target > self._least:
+            self._target, self._has_shrunk = self._target - 1, True
 
     def _reset_window(self) -> None:
         self._since, self._busy_s, self._num_missed = time.monotonic(), 0.0, 0
