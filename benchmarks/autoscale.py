@@ -41,27 +41,31 @@ SETTINGS = {
 }
 
 
-def watch(cluster: GrowingCluster, *, workers: str, epochs: int, batch_size: int) -> dict[str, Any]:
-    """Train on the cluster until its nodes have gone; return events with seconds since the start."""
+def watch(
+    cluster: GrowingCluster, recipe: str, flags: dict[str, Any], settings: dict[str, Any], *fields: str
+) -> dict[str, Any]:
+    """Train on the cluster until its nodes have gone; return what was seen, with seconds since the start.
+
+    ``lines`` has the time of each logged line, and these fields of it.
+    """
     data, _ = write_digits(Place(str(cluster.folder / "digits")))
     output = str(cluster.folder / "run")
-    numbers = {"--workers": workers, "--epochs": epochs, "--batch-size": batch_size}
-    flags = {"--data": data, "--output": output, **numbers}
+    flags = {"--data": data, "--output": output, **flags}
     arguments = [part for name, value in flags.items() for part in (name, str(value))]
-    arguments += [part for name, value in SETTINGS.items() for part in ("--set", f"{name}={value}")]
-    began, over = cluster.train("simclr", *arguments)
+    arguments += [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
+    began, over = cluster.train(recipe, *arguments)
     cluster.wait_until_empty()
     lines = [line for line in read_metrics(Place(output)) if "loss" in line]
     return {
         "nodes": [[round(seen.time - began, 1), seen.nodes, seen.cpus] for seen in cluster.seen],
-        "workers": [[line["time"] - round(began), line["workers"], line["step"]] for line in lines],
+        "lines": [[line["time"] - round(began), *(line[field] for field in fields)] for line in lines],
         "over": round(over - began, 1),
     }
 
 
 def events(seen: dict[str, Any]) -> dict[str, float]:
     """Return events and their times."""
-    steps, nodes = seen["workers"], seen["nodes"]
+    steps, nodes = seen["lines"], seen["nodes"]
     found = {"submitted": 0.0, "first step": steps[0][0]}
     for before, after in pairwise(steps):
         if after[1] != before[1]:
@@ -81,7 +85,7 @@ def draw(seen: dict[str, Any], path: Path) -> None:
         times, nodes, step="post", color="#b8b8b8", alpha=0.55, lw=0, label="nodes besides the head"
     )
     label: str | None = "workers that make steps"
-    for workers, group in groupby(seen["workers"], key=itemgetter(1)):
+    for workers, group in groupby(seen["lines"], key=itemgetter(1)):
         steps = list(group)
         axes.plot([steps[0][0], steps[-1][0]], [workers, workers], color=BLUE, lw=4, label=label)
         label = None
@@ -110,14 +114,17 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the cluster is ended first
     most = int(options.workers.split(":")[-1])
     with growing_cluster(max_nodes=most, boot_s=options.boot_s) as cluster:
-        seen = watch(cluster, workers=options.workers, epochs=options.epochs, batch_size=options.batch_size)
+        numbers = {"--epochs": options.epochs, "--batch-size": options.batch_size}
+        seen = watch(
+            cluster, "simclr", {"--workers": options.workers, **numbers}, SETTINGS, "workers", "step"
+        )
     picture = Path(options.output)
     draw(seen, picture)
     seen = {"events": events(seen), **seen, "command": " ".join(sys.argv), "machine": describe_machine()}
     write_json(picture.with_suffix(".json"), seen)
     for name, at in seen["events"].items():
         print(f"{at:6.0f} s  {name}")
-    print(f"{seen['workers'][-1][2]} steps, {max(nodes for _, nodes, _ in seen['nodes'])} nodes at most")
+    print(f"{seen['lines'][-1][2]} steps, {max(nodes for _, nodes, _ in seen['nodes'])} nodes at most")
 
 
 if __name__ == "__main__":

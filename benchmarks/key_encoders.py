@@ -4,15 +4,16 @@
         [--epochs 40] [--encoder small|resnet18|tiny] [--batch-size 256] [--set key.path=value] [--figure FILE]
         [--json FILE]
     python benchmarks/key_encoders.py --data train.parquet pace [--actors 1] [--steps 120] [--repeats 3]
-        [--encoder small] [--batch-size 256] [--json FILE]
+        [--encoder small] [--batch-size 256] [--key-ms MS] [--json FILE]
 
 ``ages`` trains MoCo v2 with keys by the workers, and with keys by one actor that gets weights so seldom that their mean
 age is as given; finished runs are kept. A run's ages, the fraction of keys that the worker encoded itself and the leakage
 of BatchNorm are those that it logged. With BatchNorm the smallest mean age is 3.5: two steps ahead, mixed over four.
 
 ``pace`` pins the worker to the first core, and all other processes, the actors among them, to the remaining ones. The
-sides take turns. ``step_ms`` is the median of the steps whose keys came from the pool; ``keys`` is the fraction of the
-time in which the worker waited for keys or encoded them.
+sides take turns. ``step_ms`` is the median of the steps whose keys came from the pool, and ``images_s`` comes from their
+mean; ``keys`` is the fraction of the time in which the worker waited for keys or encoded them. With ``--key-ms`` each actor also sleeps so long for a batch, as if
+it waited for a device of its own: the table shows how many such actors one worker needs.
 """
 
 import argparse
@@ -87,7 +88,7 @@ def train(output: Path, data: str, settings: dict[str, Any]) -> None:
     exists = (place / "result.json").exists()
     if exists and read_result(place)["status"] == "finished":
         return
-    config = raycl.override(raycl.recipe("moco_v2", image_size=32), settings)
+    config = raycl.override(raycl.recipe("moco_v2", image_size=32, on_cpu=True), settings)
     raycl.train(config, data=data, output=place.uri, resume=exists, quiet=True)
 
 
@@ -136,7 +137,7 @@ def pace(options: argparse.Namespace) -> None:
     chosen = {
         key: value
         for key, value in vars(options).items()
-        if key in ("data", "encoder", "batch_size", "steps")
+        if key in ("data", "encoder", "batch_size", "steps", "key_ms")
     }
     run: Callable[..., Any] = partial(apart, pinned_steps, chosen)
     sides = {"keys by the worker": partial(run, 0)}
@@ -146,6 +147,7 @@ def pace(options: argparse.Namespace) -> None:
     titles = {
         "step_ms": "step, ms",
         "step_ms_times": "times",
+        "images_s": "images/s",
         "keys": "keys",
         "own": "by the worker",
         "age": "mean age",
@@ -158,9 +160,16 @@ def pinned_steps(options: dict[str, Any], actors: int) -> dict[str, float]:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[:1])  # the worker counts its cores when it starts
     settings = steps_alone(argparse.Namespace(**options), workers=1, precision="float32")
-    settings |= encoder_settings(options["encoder"]) | {"cpus_per_worker": 0.1}
+    settings |= {"cpus_per_worker": 0.1}
+    if options["key_ms"]:
+        settings |= {"encoder.name": "tests.cluster.networks:slow_keys"}
+        network = ENCODERS[options["encoder"]] | {"image_size": 32}
+        settings |= {"encoder.kwargs": network | {"seconds": options["key_ms"] / 1e3}}
+    else:
+        settings |= encoder_settings(options["encoder"])
     if actors:
-        settings |= pool_settings(actors, ahead=2) | {"momentum_encoder.cpus_per_actor": 0.1}
+        pool = {"momentum_encoder.min_actors": actors, "momentum_encoder.cpus_per_actor": 0.1}
+        settings |= pool_settings(actors) | pool
     with repeating(partial(pin, set(cores[:1]), set(cores[1:]) or set(cores))):
         lines = logged_steps("moco_v2", settings, options["data"])
     timed = [
@@ -170,10 +179,11 @@ def pinned_steps(options: dict[str, Any], actors: int) -> dict[str, float]:
     ]
     own = statistics.fmean(line.get("own_keys_fraction", 1.0) for line in lines)
     if not timed:
-        return {"step_ms": float("nan"), "keys": float("nan"), "own": own, "age": 0.0}
+        return {**dict.fromkeys(("step_ms", "images_s", "keys"), float("nan")), "own": own, "age": 0.0}
     return {
         "step_ms": statistics.median(line["ms"] for line in timed),
-        "keys": statistics.median(line["keys_fraction"] for line in timed),
+        "images_s": 1e3 * options["batch_size"] / statistics.fmean(line["ms"] for line in timed),
+        "keys": statistics.fmean(line["keys_fraction"] for line in timed),
         "own": own,
         "age": statistics.fmean(line.get("key_age_mean", 0.0) for line in timed),
     }
@@ -212,6 +222,7 @@ def main() -> None:
         k=200,
         figure=None,
         actors=[1],
+        key_ms=0.0,
         steps=120,
         repeats=3,
         encoder="small",

@@ -10,6 +10,7 @@ import ray.train
 import torch
 from torch import Tensor, nn
 
+from raycl.models.image import build_image_encoder
 from raycl.models.text import BagOfSubwords
 
 
@@ -186,3 +187,20 @@ def slow(*, marker: str, seconds: float = 0.1, **arguments: Any) -> nn.Module:
 
 def slow_words(*, marker: str, **arguments: Any) -> nn.Module:
     return Slow(Words(**arguments), marker)
+
+
+class SlowKeys(nn.Module):
+    """Delays each batch in an actor that encodes keys by ``seconds``, as another device would that works so long."""
+
+    def __init__(self, network: nn.Module, seconds: float) -> None:
+        super().__init__()
+        self.network, self._seconds = network, seconds
+
+    def forward(self, images: Tensor) -> Tensor:
+        if Path("/proc/self/cmdline").read_bytes().startswith(b"ray::EncoderActor"):
+            time.sleep(self._seconds)
+        return self.network(images)
+
+
+def slow_keys(*, seconds: float, name: str = "resnet10", **arguments: Any) -> nn.Module:
+    return SlowKeys(build_image_encoder(name, **arguments), seconds)
