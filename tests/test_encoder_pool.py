@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -17,9 +16,7 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from raycl.config.schema import PoolConfig
 from raycl.training.encoder_pool import ActorLauncher, Encoded, PoolActor, start_pool
-from raycl.training.pools import open_pool
 
 
 class Method:
@@ -425,13 +422,37 @@ def test_a_pool_that_has_no_room_starts_no_encoder() -> None:
     run(check())
 
 
-@pytest.mark.parametrize(("most", "num_lines"), [(0, 1), (1, 0)])
-def test_a_line_says_that_a_pool_has_no_room(most: int, num_lines: int) -> None:
-    coordinator = MagicMock()
-    open_pool(PoolConfig(min_actors=0), lambda: None, coordinator, actors=(0, most))  # type: ignore[arg-type]
-    lines = [call.args[0] for call in coordinator.add_notice.remote.call_args_list]
-    assert len(lines) == num_lines
-    assert all("so none starts; lower --workers" in line for line in lines)
+def test_a_pool_keeps_within_the_limit_of_a_smaller_cluster() -> None:
+    async def check() -> None:
+        launcher = FakeLauncher()
+        pool = await pool_of(launcher, 1, 4, interval_s=0.0)
+        for most, expected in ((4, 4), (2, 2), (0, 1), (3, 3)):
+            await pool.limit(most)
+            for _ in range(5):
+                await requests_of(pool, 1.0, 5)
+            assert len(launcher.running) == expected
+
+    run(check())
+
+
+def test_a_line_says_that_a_pool_has_no_room() -> None:
+    async def check() -> None:
+        launcher, reports = FakeLauncher(), list[str]()
+        pool = await pool_of(launcher, 0, 1, report=reports.append)
+        for most in (1, 0, 0):
+            await pool.limit(most)
+        (line,) = reports
+        assert line.startswith(
+            "no encoder of the pool starts: each needs 2 CPUs on one node, which the workers"
+        )
+        await pool.limit(1)
+        for _ in range(2):
+            await pool.encode([10], {})
+            await asyncio.sleep(0)
+        await pool.limit(0)
+        assert reports == [line, line]
+
+    run(check())
 
 
 def test_a_wait_counts_only_since_the_number_of_encoders_was_reconsidered(clock: Clock) -> None:

@@ -155,8 +155,10 @@ def test_a_group_of_workers_gets_the_pools_to_release_and_the_request_of_the_one
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only Ray Train's controller knows when a group starts: it also replaces groups within one call of ``fit``."""
-    config = raycl.override(raycl.recipe("moco_v2"), {"workers": 2})
-    trainer, arguments = MagicMock(), dict[str, Any]()
+    pool = {"location": "actors", "actors": 4, "min_actors": 1}
+    settings = {f"momentum_encoder.{name}": value for name, value in pool.items()}
+    config = raycl.override(raycl.recipe("moco_v2"), {"workers": 2} | settings)
+    trainer, arguments, of_keys, of_documents = MagicMock(), dict[str, Any](), MagicMock(), MagicMock()
 
     def start(*_: Any, **named: Any) -> Any:
         arguments.update(named)
@@ -174,12 +176,17 @@ def test_a_group_of_workers_gets_the_pools_to_release_and_the_request_of_the_one
         num_train=(1,),
         is_evaluated=False,
         workers=(2, 2),
-        encoder_pool=EncoderPool(actor="the pool of keys", build=MagicMock()),
-        mining_pool=EncoderPool(actor="the pool of documents", build=MagicMock()),
+        encoder_pool=EncoderPool(actor=of_keys, build=MagicMock()),
+        mining_pool=EncoderPool(actor=of_documents, build=MagicMock()),
     )
     run_ids = []
-    for each in (job, job, replace(job, output=Place(str(tmp_path / "other")))):
+    others = (job, 5.0), (replace(job, output=Place(str(tmp_path / "other"))), 16.0)
+    for each, num_cpus in ((job, 16.0), *others):
+        monkeypatch.setattr(driver.ray, "cluster_resources", lambda cpus=num_cpus: {"CPU": cpus})
         driver._train_group(each, print)
         run_ids.append(arguments["run_id"])
-    assert arguments["pools"] == ["the pool of keys", "the pool of documents"]
+    assert arguments["pools"] == [of_keys, of_documents]
+    # An encoder beyond those that fit would take the CPU of a task that reads the rows of the workers.
+    assert [call.args for call in of_keys.limit.remote.call_args_list] == [(4,), (3,), (4,)]
+    assert of_documents.limit.remote.call_count == 3
     assert run_ids[0] == run_ids[1] != run_ids[2]

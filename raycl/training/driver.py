@@ -148,6 +148,7 @@ def _train_group(job: Job, report: Printer) -> Outcome:
     config, is_streamed = job.config, job.stream is not None
     min_workers, max_workers = workers_that_fit(config, job.workers, streamed=is_streamed)
     cpus = cpus_of_a_worker(config, min_workers, streamed=is_streamed)
+    _limit_pools(job)
     filesystem, path = job.output.resolve()
     trainer = RayTrainer(
         run_worker,
@@ -180,6 +181,15 @@ def _train_group(job: Job, report: Printer) -> Outcome:
     if outcome is None:
         raise RunError("the run ended without a result; --debug shows the full error")
     return outcome
+
+
+def _limit_pools(job: Job) -> None:
+    """Let the pools grow to what the workers and data tasks leave on the nodes that there are now."""
+    config, pools = job.config, (job.encoder_pool, job.mining_pool)
+    for pool, settings in zip(pools, (config.momentum_encoder, config.negatives.mined), strict=True):
+        if pool is not None:
+            _, most = encoders_that_fit(config, settings, streamed=job.stream is not None)
+            pool.actor.limit.remote(most)
 
 
 @contextlib.contextmanager

@@ -161,6 +161,17 @@ class PoolActor:
         self._tasks: set[asyncio.Task[None]] = set()  # asyncio holds no reference to a running task
         self._reset_window()
 
+    async def limit(self, most: int) -> None:
+        """Grow to so many encoders at most, but for the fewest: the cluster may have lost nodes, or got some."""
+        self._most = max(self._least, most)
+        self._target = min(self._target, self._most)
+        if self._most == 0 and not self._has_reported_wait:
+            self._has_reported_wait = True
+            self._report(
+                f"no encoder of the pool starts: each needs {self._launcher.needs}, which the workers and data tasks do "
+                "not leave; lower --workers, cpus_per_actor or gpus_per_actor, or add a node"
+            )
+
     async def release(self) -> None:
         """Stop all encoders until another attempt publishes weights: a new group of workers takes its resources first."""
         self._attempt, self._published, self._target = _RELEASED, None, self._least

@@ -30,11 +30,6 @@ def open_pool(
 ) -> AbstractContextManager[EncoderPool]:
     """Start a pool with the fewest and the most ``actors``, as ``start_pool`` does, which reports to the coordinator."""
     least, most = actors
-    if most == 0:
-        coordinator.add_notice.remote(
-            "workers and data tasks leave no encoder of the pool its CPUs and GPUs, so none starts; lower --workers, "
-            "cpus_per_actor or gpus_per_actor, or add a node"
-        )
     return start_pool(
         build,
         least=least,
