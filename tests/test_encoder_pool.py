@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from ray.exceptions import (
     ActorDiedError,
+    GetTimeoutError,
     ObjectLostError,
     OwnerDiedError,
     RayActorError,
@@ -18,7 +19,7 @@ from ray.exceptions import (
 )
 
 from raycl.config.schema import PoolConfig
-from raycl.training.encoder_pool import ActorLauncher, Encoded, PoolActor, start_pool
+from raycl.training.encoder_pool import ActorLauncher, Encoded, PoolActor, Request, start_pool
 from raycl.training.pools import open_pool
 
 
@@ -42,7 +43,7 @@ class FakeEncoder:
         fails_at_start: bool,
     ) -> None:
         self.number, self.starts, self.go = number, starts, go
-        self.dies, self.fails_at_start = dies, fails_at_start
+        self.dies, self.fails_at_start, self.num_requests = dies, fails_at_start, 0
         self.ready, self.encode = Method(self._ready), Method(self._encode)
 
     async def _ready(self) -> None:
@@ -51,6 +52,7 @@ class FakeEncoder:
             raise self.dies or RayActorError()
 
     async def _encode(self, version: int, weights: Any, rows: Any, how: Any) -> Any:
+        self.num_requests += 1
         await self.go.wait()
         if self.dies:
             raise self.dies
@@ -176,6 +178,9 @@ def test_an_idle_encoder_wakes_one_of_many_requests_and_a_new_attempt_ends_all()
         assert await asyncio.gather(*requests[1:]) == [None, None]
         launcher.go.set()
         assert await requests[0]
+        assert await pool.encode([10], {}) is None
+        await pool.publish("another", 5, [8, None])
+        assert await pool.encode([10], {})  # the request without weights has taken no encoder
 
     run(check())
 
@@ -211,6 +216,7 @@ def test_requests_of_dead_workers_cost_no_encoder(error: RayError) -> None:
         launcher, reports = FakeLauncher(), list[str]()
         pool = await pool_of(launcher, 2, 2, report=reports.append)
         assert [await pool.encode([error], {}) for _ in range(3)] == [None] * 3
+        assert sum(encoder.num_requests for encoder in pool._ready) == 3  # none is sent again
         assert (launcher.num_started, launcher.running, reports) == (2, {0, 1}, [])
         requests = [asyncio.create_task(pool.encode([number], {})) for number in range(4)]
         assert all(await asyncio.gather(*requests))
@@ -227,6 +233,16 @@ def test_waiting_requests_are_answered_none_once_the_last_encoder_dies() -> None
         await asyncio.sleep(0.01)
         launcher.go.set()
         assert await asyncio.gather(*requests) == [None] * 4
+
+    run(check())
+
+
+def test_a_request_that_costs_two_encoders_is_not_sent_to_a_third() -> None:
+    async def check() -> None:
+        launcher = FakeLauncher(dying=(0, 1))
+        pool = await pool_of(launcher, 3, 3)
+        assert await pool.encode([10], {}) is None
+        assert await pool.encode([10], {})
 
     run(check())
 
@@ -341,6 +357,102 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+# Of three encoders, between one and five, all ready; after 20 s, twice the interval.
+@pytest.mark.parametrize(
+    ("waited_s", "busy_s", "num_missed", "is_idle", "target"),
+    [
+        (1.1, 60.0, 0, False, 4),  # a caller waited for more than a twentieth of the time
+        (1.0, 60.0, 0, False, 3),
+        (1.1, 60.0, 0, True, 3),  # an idle encoder could have answered
+        (0.2, 0.0, 0, True, 3),
+        (0.1, 0.0, 0, True, 2),  # for less than a hundredth
+        (0.1, 27.0, 0, True, 2),
+        (0.1, 29.0, 0, True, 3),  # 1.45 of the two that would be left
+        (0.0, 0.0, 1, True, 3),  # a caller got no answer
+    ],
+)
+@pytest.mark.parametrize("seconds", [10.0, 20.0])
+def test_the_number_of_encoders_follows_the_time_that_callers_wait_and_encoders_work(
+    waited_s: float,
+    busy_s: float,
+    num_missed: int,
+    is_idle: bool,
+    target: int,
+    seconds: float,
+    clock: "Clock",
+) -> None:
+    async def check() -> None:
+        pool = await pool_of(FakeLauncher(), 1, 5)
+        pool._target = 3
+        pool._resize()
+        await asyncio.sleep(0)
+        if not is_idle:
+            pool._idle.clear()
+        clock.now = seconds
+        pool._waited_s[7], pool._busy_s, pool._num_missed = waited_s, busy_s, num_missed
+        pool._resize()
+        assert pool._target == (3 if seconds == 10.0 else target)
+        # The next seconds count anew.
+        kept = (waited_s, busy_s, num_missed) if seconds == 10.0 else (0.0, 0.0, 0)
+        assert (pool._waited_s[7], pool._busy_s, pool._num_missed) == kept
+
+    run(check())
+
+
+def test_encoders_that_start_are_stopped_while_all_others_are_busy() -> None:
+    async def check() -> None:
+        launcher = FakeLauncher()
+        pool = await pool_of(launcher, 2, 5)
+        launcher.go.clear()
+        launcher.starts.clear()
+        requests = [asyncio.create_task(pool.encode([number], {})) for number in range(2)]
+        await asyncio.sleep(0)
+        for target, running in ((5, 5), (1, 2)):
+            pool._target = target
+            pool._resize()
+            assert len(launcher.running) == running
+        assert launcher.running == {0, 1}
+        launcher.go.set()
+        assert all(await asyncio.gather(*requests))
+
+    run(check())
+
+
+def test_a_pool_of_no_encoder_starts_one_for_the_first_request_that_is_missed() -> None:
+    async def check() -> None:
+        launcher = FakeLauncher()
+        pool = await pool_of(launcher, 0, 4)
+        await pool.publish("attempt", 4, [7, None])
+        assert launcher.num_started == 0
+        assert await pool.encode([10], {}) is None
+        assert await pool.encode([10], {}) is None
+        assert launcher.num_started == 1
+        await asyncio.sleep(0)
+        assert await pool.encode([10], {})
+        assert launcher.num_started == 1
+
+    run(check())
+
+
+def test_the_time_of_answers_counts_as_work_and_limits_the_next_ones(clock: "Clock") -> None:
+    async def check() -> None:
+        launcher = FakeLauncher()
+        pool, limits = await pool_of(launcher, interval_s=1_000.0), []
+        for seconds in (20.0, 200.0, 0.0, 0.0, 290.0):
+            launcher.go.clear()
+            request = asyncio.create_task(pool.encode([10], {}))
+            await asyncio.sleep(0)
+            clock.now += seconds
+            launcher.go.set()
+            await request
+            limits.append(pool._limit_s)
+        # Four times the longest answer, which each later one halves; from 300 to 900 s.
+        assert limits == [300.0, 800.0, 400.0, 300.0, 900.0]
+        assert pool._busy_s == 510.0
+
+    run(check())
+
+
 def test_the_wait_for_a_starting_encoder_starts_no_other_one(clock: Clock) -> None:
     async def check() -> None:
         launcher = FakeLauncher()
@@ -352,6 +464,8 @@ def test_the_wait_for_a_starting_encoder_starts_no_other_one(clock: Clock) -> No
         clock.now = 22.0
         await requests_of(pool, 9.0, 3)
         assert launcher.num_started == 2  # the second one starts
+        found = await pool.encode([10], {})
+        assert found and found.num_encoders == 1
         launcher.starts.set()
         await asyncio.sleep(0.01)
         assert await pool.num_encoders() == 2
@@ -565,13 +679,53 @@ def test_a_released_pool_holds_no_encoder_until_another_attempt_publishes_weight
         await pool.publish("attempt", 4, [7, None])
         assert not launcher.running
         launcher.go.set()
+        await asyncio.gather(*waiting[:2])
         await begin(pool, 5, 8)
         await asyncio.sleep(0)
         found = await pool.encode([10], {})
         assert isinstance(found, Encoded)
-        assert found.step == 5
+        assert (found.step, found.embeddings[0, 0]) == (5, 2)  # by the first of the new encoders
 
     run(check())
+
+
+@pytest.mark.parametrize(
+    ("arrives_s", "answer", "pool_ends_s", "encoded", "waited_s"),
+    [
+        (0.0, "embeddings", 900.0, "embeddings", 0.0),
+        (700.0, "embeddings", 900.0, "embeddings", 700.0),
+        (700.0, "embeddings", 500.0, None, 600.0),  # the second question is not answered
+        (0.0, RayActorError(), 900.0, None, 0.0),
+    ],
+)
+def test_a_request_waits_as_long_as_the_pool_answers(
+    arrives_s: float,
+    answer: Any,
+    pool_ends_s: float,
+    encoded: str | None,
+    waited_s: float,
+    clock: "Clock",
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def wait(references: list[str], timeout: float) -> tuple[list[str], list[str]]:
+        is_there = arrives_s <= clock.now + timeout
+        clock.now = max(clock.now, arrives_s) if is_there else clock.now + timeout
+        return (references, []) if is_there else ([], references)
+
+    def get(reference: str, timeout: float | None = None) -> Any:
+        if reference == "answer":
+            if isinstance(answer, RayError):
+                raise answer
+            return answer
+        if clock.now > pool_ends_s:
+            assert timeout, "the request waits forever"
+            raise GetTimeoutError
+        return 1
+
+    monkeypatch.setattr("raycl.training.encoder_pool.ray", SimpleNamespace(wait=wait, get=get))
+    request = Request("rows", "answer", SimpleNamespace(num_encoders=Method(lambda: "number")))
+    assert (request.encoded, request.waited_s) == (encoded, waited_s)
+    assert not hasattr(request, "_rows")  # the object store may free them
 
 
 def give_a_noisy_core(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
