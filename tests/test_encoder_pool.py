@@ -19,7 +19,7 @@ from ray.exceptions import (
 )
 
 from raycl.config.schema import PoolConfig
-from raycl.training.encoder_pool import ActorLauncher, Encoded, PoolActor, Request, start_pool
+from raycl.training.encoder_pool import ActorLauncher, Encoded, EncoderActor, PoolActor, Request, start_pool
 from raycl.training.pools import open_pool
 
 
@@ -42,7 +42,7 @@ class FakeEncoder:
         dies: RayError | None,
         fails_at_start: bool,
     ) -> None:
-        self.number, self.starts, self.go = number, starts, go
+        self.number, self.starts, self.go, self.loaded = number, starts, go, (-1, None)
         self.dies, self.fails_at_start, self.num_requests = dies, fails_at_start, 0
         self.ready, self.encode = Method(self._ready), Method(self._encode)
 
@@ -58,7 +58,9 @@ class FakeEncoder:
             raise self.dies
         if isinstance(rows, Exception):
             raise rows
-        return np.array([[self.number, weights, rows]], np.float32)
+        if version != self.loaded[0]:  # as the actor
+            self.loaded = version, weights
+        return np.array([[self.number, self.loaded[1], rows]], np.float32)
 
 
 class FakeLauncher:
@@ -109,11 +111,24 @@ def test_a_request_is_encoded_with_the_newest_weights_and_stamped_with_their_ste
         first = await pool.encode([10], {})
         await pool.publish("restarted", 4, [8, None])
         second = await pool.encode([11], {})
-        assert first and second
+        await pool.publish("restarted", 4, [9, None])  # as after a return to this step
+        third = await pool.encode([12], {})
+        assert first and second and third
         assert (first.step, first.embeddings.tolist()) == (3, [[0, 7, 10]])
         assert (second.step, second.embeddings.tolist()) == (4, [[0, 8, 11]])
+        assert (third.step, third.embeddings.tolist()) == (4, [[0, 9, 12]])
 
     run(check())
+
+
+def test_an_actor_loads_weights_of_another_version_and_no_others() -> None:
+    loaded: list[Any] = []
+    encoder = SimpleNamespace(load=loaded.append, encode=lambda rows, scale: rows * scale)
+    actor = EncoderActor(lambda: encoder)  # type: ignore[arg-type,return-value]
+    # A restarted pool counts from one again.
+    versions: list[tuple[int, Any]] = [(2, "b"), (2, "b"), (3, "c"), (1, "d"), (1, "d")]
+    assert [actor.encode(*version, 5, {"scale": 2}) for version in versions] == [10] * 5
+    assert loaded == ["b", "c", "d"]
 
 
 def test_a_pool_without_weights_or_encoders_answers_none_at_once() -> None:
@@ -187,10 +202,16 @@ def test_an_idle_encoder_wakes_one_of_many_requests_and_a_new_attempt_ends_all()
 
 # An answer that is lost with the node of its encoder is an object of the pool, whose owner lives.
 @pytest.mark.parametrize(
-    "death", [RayActorError(), ObjectLostError("0" * 56, None, "")], ids=["dead", "answer"]
+    ("death", "cause"),
+    [
+        (RayActorError(), "The actor experienced an error before finishing this task."),
+        (ObjectLostError("0" * 56, None, ""), f"Failed to retrieve object {56 * '0'}."),
+        (RayTaskError("encode", "Traceback:\nValueError: rows", ValueError("rows")), "ValueError: rows"),
+    ],
+    ids=["dead", "answer", "error"],
 )
 def test_the_request_of_a_dead_encoder_goes_to_another_one_and_the_dead_one_is_replaced(
-    death: RayError,
+    death: RayError, cause: str
 ) -> None:
     async def check() -> None:
         launcher, reports = FakeLauncher(dying=(0,), death=death), list[str]()
@@ -200,7 +221,9 @@ def test_the_request_of_a_dead_encoder_goes_to_another_one_and_the_dead_one_is_r
         await asyncio.sleep(0)
         assert launcher.running == {1, 2}
         assert await pool.num_encoders() == 2
-        assert len(reports) == 1
+        [line] = reports
+        assert line.startswith(f"an encoder of the pool failed ({cause}")
+        assert line.endswith("); 1 are left")
 
     run(check())
 
@@ -270,6 +293,23 @@ def test_the_report_of_an_encoder_that_cannot_be_built_names_the_cause() -> None
         assert reports == [
             "an encoder of the pool failed (ModuleNotFoundError: No module named 'my_networks'); 0 are left"
         ]
+
+    run(check())
+
+
+def test_an_encoder_is_replaced_at_once_and_later_ones_after_twice_the_delay_of_the_last(
+    clock: "Clock",
+) -> None:
+    async def check() -> None:
+        launcher, delays = FakeLauncher(failing=tuple(range(100))), list[float]()
+        pool = await pool_of(launcher, interval_s=1_000.0)
+        for number in range(2, 8):
+            await asyncio.sleep(0.001)
+            assert launcher.num_started == number
+            delays.append(pool._not_before - clock.now)
+            clock.now = pool._not_before
+            pool._resize()
+        assert delays == [4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
 
     run(check())
 
@@ -666,11 +706,12 @@ def test_the_report_names_what_an_encoder_reserves(
 
 def test_a_released_pool_holds_no_encoder_until_another_attempt_publishes_weights() -> None:
     async def check() -> None:
-        launcher = FakeLauncher()
+        launcher, reports = FakeLauncher(dying=(0,)), list[str]()
         launcher.go.clear()
-        pool = await pool_of(launcher, 2, 2)
+        pool = await pool_of(launcher, 2, 3, report=reports.append)
         waiting = [asyncio.create_task(pool.encode([number], {})) for number in range(3)]
         await asyncio.sleep(0.01)
+        pool._target = 3  # as after growth
         await pool.release()
         assert not launcher.running
         assert await waiting[2] is None
@@ -680,7 +721,9 @@ def test_a_released_pool_holds_no_encoder_until_another_attempt_publishes_weight
         assert not launcher.running
         launcher.go.set()
         await asyncio.gather(*waiting[:2])
+        assert not reports  # of the encoder that was stopped, and then raised its error
         await begin(pool, 5, 8)
+        assert len(launcher.running) == 2
         await asyncio.sleep(0)
         found = await pool.encode([10], {})
         assert isinstance(found, Encoded)
