@@ -1,7 +1,7 @@
 """The order of rows in an epoch: equal batches for any number of workers, and buckets of similar lengths."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -113,21 +113,25 @@ def plain_buckets(lengths: NDArray[np.int64], seed: Any, num_rows: int, num_buck
     return batches
 
 
-@pytest.mark.parametrize("num_buckets", [2, 5])
+@pytest.mark.parametrize(("num_buckets", "num_workers"), [(2, 1), (5, 3)])
 def test_buckets_equal_a_plain_sort_in_memory_and_in_a_stream(
-    rows: InMemoryDataset, num_buckets: int
+    rows: InMemoryDataset, num_buckets: int, num_workers: int
 ) -> None:
-    lengths = rows.num_tokens()
-    plain = plain_buckets(lengths, (5, 3), NUM_ROWS, num_buckets)
-    assert epoch_of(rows, length_buckets=num_buckets, epoch=3) == plain
-    sampler = stream_of(shuffle_buffer_size=NUM_ROWS, length_buckets=num_buckets)
-    cutter = replace(sampler, formats=rows._formats).cutter(ALONE)
-    # The epoch's only window has rows that complete no batch.
-    [[cut]], _ = cutter.cut(
-        [pa.Table.from_batches([rows.arrow_rows(np.arange(NUM_ROWS))])], epoch=1, number=0
+    shares, lengths = shards(num_workers), rows.num_tokens()
+    stream = replace(
+        stream_of(shuffle_buffer_size=NUM_ROWS, length_buckets=num_buckets), formats=rows._formats
     )
-    plain = plain_buckets(lengths, (3, 1, 0), NUM_ROWS, num_buckets)
-    assert cut["sample_id"].to_pylist() == np.concatenate(plain).tolist()
+    # The only window of an epoch has rows that complete no batch.
+    table = pa.Table.from_batches([rows.arrow_rows(np.arange(NUM_ROWS))])
+    [streamed], _ = stream.cutter(shares[0]).cut([table], epoch=1, number=0)
+    in_memory, in_stream = (
+        plain_buckets(lengths, seed, NUM_ROWS, num_buckets) for seed in [(5, 3), (3, 1, 0)]
+    )
+    for share, cut in zip(shares, streamed, strict=True):
+        own = slice(share.rank, None, num_workers)  # the workers take turns
+        found = epoch_of(rows, share, length_buckets=num_buckets, epoch=3)
+        assert found == [batch[own] for batch in in_memory]
+        assert cut["sample_id"].to_pylist() == [row for batch in in_stream for row in batch[own]]
 
 
 def test_neither_the_time_of_a_batch_nor_the_dropped_rows_depend_on_length(rows: InMemoryDataset) -> None:
@@ -234,30 +238,30 @@ def test_an_error_of_the_epoch_read_ahead_does_not_hide_the_end_of_this_one() ->
     asyncio.run(check())
 
 
-def plain_windows(num_rows: int, num_workers: int) -> list[list[list[list[int]]]]:
-    """Return the ids of epoch 1, [window][step][worker]: numpy's permutations of 36 rows each."""
-    windows = []
-    for number, start in enumerate(range(0, num_rows, 36)):
-        rows = start + np.random.default_rng((3, 1, number)).permutation(min(36, num_rows - start))
+def plain_windows(
+    num_rows: int, num_workers: int, *, epoch: int = 1, size: int = 36
+) -> list[list[list[list[int]]]]:
+    """Return the ids of an epoch, [window][step][worker]: numpy's permutation of every ``size`` rows."""
+    found = []
+    for number, start in enumerate(range(0, num_rows // BATCH_SIZE * BATCH_SIZE, size)):
+        rows = start + np.random.default_rng((3, epoch, number)).permutation(min(size, num_rows - start))
         complete = rows[: len(rows) // BATCH_SIZE * BATCH_SIZE]
-        windows.append(complete.reshape(-1, num_workers, BATCH_SIZE // num_workers).tolist())
-    return windows
+        found.append(complete.reshape(-1, num_workers, BATCH_SIZE // num_workers).tolist())
+    return found
 
 
-def ids_in(tables: Iterable[pa.Table]) -> list[list[int]]:
-    return [table["sample_id"].to_pylist() for table in tables]
+def table_of(ids: NDArray[np.int64]) -> pa.Table:
+    return pa.table({"sample_id": ids, "label": ids % 6})
 
 
-def tables_of(ids: NDArray[np.int64], num_classes: int) -> pa.Table:
-    return pa.table({"sample_id": ids, "label": ids % num_classes})
-
-
-@pytest.mark.parametrize(("num_workers", "first"), [(1, 0), (3, 2)])
-def test_a_local_reader_yields_every_batch_of_a_worker_or_of_all(num_workers: int, first: int) -> None:
-    tables = [tables_of(ids, 6) for ids in np.split(np.arange(203), [50, 51, 51, 140])]
+@pytest.mark.parametrize(("num_rows", "num_workers", "first"), [(203, 1, 0), (190, 3, 2)])
+def test_a_local_reader_yields_every_batch_of_a_worker_or_of_all(
+    num_rows: int, num_workers: int, first: int
+) -> None:
+    tables = [table_of(ids) for ids in np.split(np.arange(num_rows), [50, 51, 51, 140])]
     reader = LocalReader(num_rows=list(map(len, tables)), load=tables.__getitem__)
     stream = replace(stream_of(shuffle_buffer_size=40), local=reader, open_epoch=lambda *_: (range(5), 0))
-    steps = [step for window in plain_windows(203, num_workers)[first:] for step in window]
+    steps = [step for window in plain_windows(num_rows, num_workers)[first:] for step in window]
     for share in shards(num_workers):
         found = [batch.sample_id.tolist() for batch in stream.epoch_batches(share, epoch=1, start=3 * first)]
         assert found == [step[share.rank] for step in steps]
@@ -266,8 +270,16 @@ def test_a_local_reader_yields_every_batch_of_a_worker_or_of_all(num_workers: in
     assert found == [[row for part in step for row in part] for step in steps]
     # Each window of 36 rows has six rows of each class.
     grouped = replace(stream, samples_per_class=3)
-    assert len([*grouped.epoch_batches(whole, epoch=1)]) == 203 // BATCH_SIZE
+    assert len([*grouped.epoch_batches(whole, epoch=1)]) == num_rows // BATCH_SIZE
     assert grouped.grouped_fraction == 1
+
+
+async def windows_of(actor: _Windows, rank: int, epoch: int, first: int) -> list[list[list[int]]]:
+    """Return the ids of a worker's pieces of each window."""
+    found: list[list[list[int]]] = []
+    while (window := await actor.window(rank, epoch, first + len(found))) is not None:
+        found.append([piece["sample_id"].to_pylist() for piece in window[:-1]])
+    return found
 
 
 class Remote:
@@ -278,14 +290,16 @@ class Remote:
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "first", "num_skipped", "piece_bytes", "piece_lengths"),
+    ("buffer", "num_workers", "first", "num_skipped", "piece_bytes", "piece_lengths"),
     [
-        (1, 0, 0, 1_000, [[3]] * 5 + [[1]]),
-        (2, 2, 50, 70, [[2, 1]] * 3 + [[1]]),  # a worker has 144 bytes of a window
-        (3, 1, 30, 30, [[1, 1, 1]] * 4 + [[1]]),
+        (40, 1, 0, 0, 1_000, [[3]] * 5 + [[1]]),
+        (40, 2, 2, 50, 70, [[2, 1]] * 3 + [[1]]),  # a worker has 144 bytes of a window
+        (40, 3, 1, 30, 30, [[1, 1, 1]] * 4 + [[1]]),
+        (48, 1, 0, 0, 120, [[2, 2]] * 4),  # three pieces of four batches: one would be empty
     ],
 )
 def test_an_actor_passes_on_the_windows_of_an_epoch_in_pieces(
+    buffer: int,
     num_workers: int,
     first: int,
     num_skipped: int,
@@ -305,14 +319,12 @@ def test_an_actor_passes_on_the_windows_of_an_epoch_in_pieces(
 
     monkeypatch.setattr(windows, "_cut_window", SimpleNamespace(options=options))
     monkeypatch.setattr(windows, "_PIECE_BYTES", piece_bytes)
-    size = BATCH_SIZE // num_workers
-    cutter = stream_of(shuffle_buffer_size=40).cutter(
-        BatchShard(batch_size=BATCH_SIZE, num_workers=num_workers)
-    )
+    size, opened = BATCH_SIZE // num_workers, list[int]()
+    cutter = stream_of(shuffle_buffer_size=buffer).cutter(shards(num_workers)[0])
 
     def entry(start: int, stop: int) -> Any:
         metadata = SimpleNamespace(num_rows=stop - start, size_bytes=8 * (stop - start))
-        return SimpleNamespace(ref=tables_of(np.arange(start, stop), 6), metadata=metadata)
+        return SimpleNamespace(ref=table_of(np.arange(start, stop)), metadata=metadata)
 
     # Two blocks as they are, and one of which a slice is used.
     blocks = [entry(num_skipped, 100), entry(100, 100), entry(90, 300)]
@@ -321,29 +333,30 @@ def test_an_actor_passes_on_the_windows_of_an_epoch_in_pieces(
         SimpleNamespace(blocks=blocks[:1], slices=[None]),
         SimpleNamespace(blocks=blocks[1:], slices=[None, part]),
     ]
-    dataset: Any = SimpleNamespace(iter_internal_ref_bundles=lambda: bundles)
+
+    def dataset(epoch: int) -> Any:
+        return SimpleNamespace(iter_internal_ref_bundles=lambda: opened.append(epoch) or bundles)
 
     async def check() -> None:
         actor = _Windows(cutter)
-        await actor.read(1, first, dataset, num_skipped)
-
-        async def pieces(rank: int) -> list[list[list[int]]]:
-            found = []
-            while (window := await actor.window(rank, 1, first + len(found))) is not None:
-                found.append(ids_in(window[:-1]))
-            return found
-
-        by_worker = await asyncio.wait_for(asyncio.gather(*map(pieces, range(num_workers))), 60)
-        plain = plain_windows(203, num_workers)[first:]
-        for rank, found in enumerate(by_worker):
-            assert [[len(piece) // size for piece in window] for window in found] == piece_lengths
-            rows = [[row for piece in window for row in piece] for window in found]
-            assert rows == [[row for step in window for row in step[rank]] for window in plain]
+        for epoch in (1, 2):
+            await actor.read(epoch, first, dataset(epoch), num_skipped)
+        await asyncio.sleep(0.01)
+        assert opened in ([], [1])  # one epoch after the other, at most a window ahead
+        for epoch in (1, 2):
+            by_worker = await asyncio.gather(
+                *(windows_of(actor, rank, epoch, first) for rank in range(num_workers))
+            )
+            plain = plain_windows(203, num_workers, epoch=epoch, size=cutter.num_rows)[first:]
+            for rank, found in enumerate(by_worker):
+                assert [[len(piece) // size for piece in window] for window in found] == piece_lengths
+                rows = [[row for piece in window for row in piece] for window in found]
+                assert rows == [[row for step in window for row in step[rank]] for window in plain]
         actor._epochs.put(None)  # type: ignore[arg-type]
         with pytest.raises(TypeError):  # an error ends the thread, and reaches who waits
-            await asyncio.wait_for(actor.window(0, 2, 0), 60)
+            await actor.window(0, 3, 0)
 
-    asyncio.run(check())
+    asyncio.run(asyncio.wait_for(check(), 30))
 
 
 def test_a_resumed_epoch_and_the_one_read_ahead_begin_at_windows_of_their_own(
@@ -378,8 +391,13 @@ def test_a_resumed_epoch_and_the_one_read_ahead_begin_at_windows_of_their_own(
     assert reads == [(1, 2, "epoch 1", 2 * 36), (2, 0, "epoch 2", 0)]
     pieces(2, 0, cutter=cutter, continues=True, has_next=True)
     assert (reads[2:], killed) == ([(3, 0, "epoch 3", 0)], [])
-    pieces(3, 0, cutter=replace(cutter, seed=4), continues=True)
-    assert (reads[3:], len(killed)) == ([(3, 0, "epoch 3", 0)], 1)
+    # An epoch that was left early, another cutter, and an epoch that was not announced: each has a new actor.
+    pieces(3, 0, cutter=cutter, continues=False, has_next=True)
+    assert (reads[3:], len(killed)) == ([(3, 0, "epoch 3", 0), (4, 0, "epoch 4", 0)], 1)
+    pieces(4, 0, cutter=replace(cutter, seed=4), continues=True)
+    assert (reads[5:], len(killed)) == ([(4, 0, "epoch 4", 0)], 2)
+    pieces(5, 0, cutter=replace(cutter, seed=4), continues=True)
+    assert (reads[6:], len(killed)) == ([(5, 0, "epoch 5", 0)], 3)
 
 
 def test_a_buffer_smaller_than_a_batch_is_one_batch() -> None:
