@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from ray.exceptions import (
     ActorDiedError,
+    GetTimeoutError,
     ObjectLostError,
     OwnerDiedError,
     RayActorError,
@@ -16,7 +17,7 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from raycl.training.encoder_pool import ActorLauncher, Encoded, PoolActor, start_pool
+from raycl.training.encoder_pool import ActorLauncher, Encoded, EncoderActor, PoolActor, Request, start_pool
 
 
 class Method:
@@ -38,8 +39,8 @@ class FakeEncoder:
         dies: RayError | None,
         fails_at_start: bool,
     ) -> None:
-        self.number, self.starts, self.go = number, starts, go
-        self.dies, self.fails_at_start = dies, fails_at_start
+        self.number, self.starts, self.go, self.loaded = number, starts, go, (-1, None)
+        self.dies, self.fails_at_start, self.num_requests = dies, fails_at_start, 0
         self.ready, self.encode = Method(self._ready), Method(self._encode)
 
     async def _ready(self) -> None:
@@ -48,12 +49,15 @@ class FakeEncoder:
             raise self.dies or RayActorError()
 
     async def _encode(self, version: int, weights: Any, rows: Any, how: Any) -> Any:
+        self.num_requests += 1
         await self.go.wait()
         if self.dies:
             raise self.dies
         if isinstance(rows, Exception):
             raise rows
-        return np.array([[self.number, weights, rows]], np.float32)
+        if version != self.loaded[0]:  # as the actor
+            self.loaded = version, weights
+        return np.array([[self.number, self.loaded[1], rows]], np.float32)
 
 
 class FakeLauncher:
@@ -104,11 +108,24 @@ def test_a_request_is_encoded_with_the_newest_weights_and_stamped_with_their_ste
         first = await pool.encode([10], {})
         await pool.publish("restarted", 4, [8, None])
         second = await pool.encode([11], {})
-        assert first and second
+        await pool.publish("restarted", 4, [9, None])  # as after a return to this step
+        third = await pool.encode([12], {})
+        assert first and second and third
         assert (first.step, first.embeddings.tolist()) == (3, [[0, 7, 10]])
         assert (second.step, second.embeddings.tolist()) == (4, [[0, 8, 11]])
+        assert (third.step, third.embeddings.tolist()) == (4, [[0, 9, 12]])
 
     run(check())
+
+
+def test_an_actor_loads_weights_of_another_version_and_no_others() -> None:
+    loaded: list[Any] = []
+    encoder = SimpleNamespace(load=loaded.append, encode=lambda rows, scale: rows * scale)
+    actor = EncoderActor(lambda: encoder)  # type: ignore[arg-type,return-value]
+    # A restarted pool counts from one again.
+    versions: list[tuple[int, Any]] = [(2, "b"), (2, "b"), (3, "c"), (1, "d"), (1, "d")]
+    assert [actor.encode(*version, 5, {"scale": 2}) for version in versions] == [10] * 5
+    assert loaded == ["b", "c", "d"]
 
 
 def test_a_pool_without_weights_or_encoders_answers_none_at_once() -> None:
@@ -173,16 +190,25 @@ def test_an_idle_encoder_wakes_one_of_many_requests_and_a_new_attempt_ends_all()
         assert await asyncio.gather(*requests[1:]) == [None, None]
         launcher.go.set()
         assert await requests[0]
+        assert await pool.encode([10], {}) is None
+        await pool.publish("another", 5, [8, None])
+        assert await pool.encode([10], {})  # the request without weights has taken no encoder
 
     run(check())
 
 
 # An answer that is lost with the node of its encoder is an object of the pool, whose owner lives.
 @pytest.mark.parametrize(
-    "death", [RayActorError(), ObjectLostError("0" * 56, None, "")], ids=["dead", "answer"]
+    ("death", "cause"),
+    [
+        (RayActorError(), "The actor experienced an error before finishing this task."),
+        (ObjectLostError("0" * 56, None, ""), f"Failed to retrieve object {56 * '0'}."),
+        (RayTaskError("encode", "Traceback:\nValueError: rows", ValueError("rows")), "ValueError: rows"),
+    ],
+    ids=["dead", "answer", "error"],
 )
 def test_the_request_of_a_dead_encoder_goes_to_another_one_and_the_dead_one_is_replaced(
-    death: RayError,
+    death: RayError, cause: str
 ) -> None:
     async def check() -> None:
         launcher, reports = FakeLauncher(dying=(0,), death=death), list[str]()
@@ -192,7 +218,9 @@ def test_the_request_of_a_dead_encoder_goes_to_another_one_and_the_dead_one_is_r
         await asyncio.sleep(0)
         assert launcher.running == {1, 2}
         assert await pool.num_encoders() == 2
-        assert len(reports) == 1
+        [line] = reports
+        assert line.startswith(f"an encoder of the pool failed ({cause}")
+        assert line.endswith("); 1 are left")
 
     run(check())
 
@@ -208,6 +236,7 @@ def test_requests_of_dead_workers_cost_no_encoder(error: RayError) -> None:
         launcher, reports = FakeLauncher(), list[str]()
         pool = await pool_of(launcher, 2, 2, report=reports.append)
         assert [await pool.encode([error], {}) for _ in range(3)] == [None] * 3
+        assert sum(encoder.num_requests for encoder in pool._ready) == 3  # none is sent again
         assert (launcher.num_started, launcher.running, reports) == (2, {0, 1}, [])
         requests = [asyncio.create_task(pool.encode([number], {})) for number in range(4)]
         assert all(await asyncio.gather(*requests))
@@ -224,6 +253,16 @@ def test_waiting_requests_are_answered_none_once_the_last_encoder_dies() -> None
         await asyncio.sleep(0.01)
         launcher.go.set()
         assert await asyncio.gather(*requests) == [None] * 4
+
+    run(check())
+
+
+def test_a_request_that_costs_two_encoders_is_not_sent_to_a_third() -> None:
+    async def check() -> None:
+        launcher = FakeLauncher(dying=(0, 1))
+        pool = await pool_of(launcher, 3, 3)
+        assert await pool.encode([10], {}) is None
+        assert await pool.encode([10], {})
 
     run(check())
 
@@ -251,6 +290,23 @@ def test_the_report_of_an_encoder_that_cannot_be_built_names_the_cause() -> None
         assert reports == [
             "an encoder of the pool failed (ModuleNotFoundError: No module named 'my_networks'); 0 are left"
         ]
+
+    run(check())
+
+
+def test_an_encoder_is_replaced_at_once_and_later_ones_after_twice_the_delay_of_the_last(
+    clock: "Clock",
+) -> None:
+    async def check() -> None:
+        launcher, delays = FakeLauncher(failing=tuple(range(100))), list[float]()
+        pool = await pool_of(launcher, interval_s=1_000.0)
+        for number in range(2, 8):
+            await asyncio.sleep(0.001)
+            assert launcher.num_started == number
+            delays.append(pool._not_before - clock.now)
+            clock.now = pool._not_before
+            pool._resize()
+        assert delays == [4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
 
     run(check())
 
@@ -338,6 +394,102 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+# Of three encoders, between one and five, all ready; after 20 s, twice the interval.
+@pytest.mark.parametrize(
+    ("waited_s", "busy_s", "num_missed", "is_idle", "target"),
+    [
+        (1.1, 60.0, 0, False, 4),  # a caller waited for more than a twentieth of the time
+        (1.0, 60.0, 0, False, 3),
+        (1.1, 60.0, 0, True, 3),  # an idle encoder could have answered
+        (0.2, 0.0, 0, True, 3),
+        (0.1, 0.0, 0, True, 2),  # for less than a hundredth
+        (0.1, 27.0, 0, True, 2),
+        (0.1, 29.0, 0, True, 3),  # 1.45 of the two that would be left
+        (0.0, 0.0, 1, True, 3),  # a caller got no answer
+    ],
+)
+@pytest.mark.parametrize("seconds", [10.0, 20.0])
+def test_the_number_of_encoders_follows_the_time_that_callers_wait_and_encoders_work(
+    waited_s: float,
+    busy_s: float,
+    num_missed: int,
+    is_idle: bool,
+    target: int,
+    seconds: float,
+    clock: "Clock",
+) -> None:
+    async def check() -> None:
+        pool = await pool_of(FakeLauncher(), 1, 5)
+        pool._target = 3
+        pool._resize()
+        await asyncio.sleep(0)
+        if not is_idle:
+            pool._idle.clear()
+        clock.now = seconds
+        pool._waited_s[7], pool._busy_s, pool._num_missed = waited_s, busy_s, num_missed
+        pool._resize()
+        assert pool._target == (3 if seconds == 10.0 else target)
+        # The next seconds count anew.
+        kept = (waited_s, busy_s, num_missed) if seconds == 10.0 else (0.0, 0.0, 0)
+        assert (pool._waited_s[7], pool._busy_s, pool._num_missed) == kept
+
+    run(check())
+
+
+def test_encoders_that_start_are_stopped_while_all_others_are_busy() -> None:
+    async def check() -> None:
+        launcher = FakeLauncher()
+        pool = await pool_of(launcher, 2, 5)
+        launcher.go.clear()
+        launcher.starts.clear()
+        requests = [asyncio.create_task(pool.encode([number], {})) for number in range(2)]
+        await asyncio.sleep(0)
+        for target, running in ((5, 5), (1, 2)):
+            pool._target = target
+            pool._resize()
+            assert len(launcher.running) == running
+        assert launcher.running == {0, 1}
+        launcher.go.set()
+        assert all(await asyncio.gather(*requests))
+
+    run(check())
+
+
+def test_a_pool_of_no_encoder_starts_one_for_the_first_request_that_is_missed() -> None:
+    async def check() -> None:
+        launcher = FakeLauncher()
+        pool = await pool_of(launcher, 0, 4)
+        await pool.publish("attempt", 4, [7, None])
+        assert launcher.num_started == 0
+        assert await pool.encode([10], {}) is None
+        assert await pool.encode([10], {}) is None
+        assert launcher.num_started == 1
+        await asyncio.sleep(0)
+        assert await pool.encode([10], {})
+        assert launcher.num_started == 1
+
+    run(check())
+
+
+def test_the_time_of_answers_counts_as_work_and_limits_the_next_ones(clock: "Clock") -> None:
+    async def check() -> None:
+        launcher = FakeLauncher()
+        pool, limits = await pool_of(launcher, interval_s=1_000.0), []
+        for seconds in (20.0, 200.0, 0.0, 0.0, 290.0):
+            launcher.go.clear()
+            request = asyncio.create_task(pool.encode([10], {}))
+            await asyncio.sleep(0)
+            clock.now += seconds
+            launcher.go.set()
+            await request
+            limits.append(pool._limit_s)
+        # Four times the longest answer, which each later one halves; from 300 to 900 s.
+        assert limits == [300.0, 800.0, 400.0, 300.0, 900.0]
+        assert pool._busy_s == 510.0
+
+    run(check())
+
+
 def test_the_wait_for_a_starting_encoder_starts_no_other_one(clock: Clock) -> None:
     async def check() -> None:
         launcher = FakeLauncher()
@@ -349,6 +501,8 @@ def test_the_wait_for_a_starting_encoder_starts_no_other_one(clock: Clock) -> No
         clock.now = 22.0
         await requests_of(pool, 9.0, 3)
         assert launcher.num_started == 2  # the second one starts
+        found = await pool.encode([10], {})
+        assert found and found.num_encoders == 1
         launcher.starts.set()
         await asyncio.sleep(0.01)
         assert await pool.num_encoders() == 2
@@ -573,11 +727,12 @@ def test_the_report_names_what_an_encoder_reserves(
 
 def test_a_released_pool_holds_no_encoder_until_another_attempt_publishes_weights() -> None:
     async def check() -> None:
-        launcher = FakeLauncher()
+        launcher, reports = FakeLauncher(dying=(0,)), list[str]()
         launcher.go.clear()
-        pool = await pool_of(launcher, 2, 2)
+        pool = await pool_of(launcher, 2, 3, report=reports.append)
         waiting = [asyncio.create_task(pool.encode([number], {})) for number in range(3)]
         await asyncio.sleep(0.01)
+        pool._target = 3  # as after growth
         await pool.release()
         assert not launcher.running
         assert await waiting[2] is None
@@ -586,13 +741,55 @@ def test_a_released_pool_holds_no_encoder_until_another_attempt_publishes_weight
         await pool.publish("attempt", 4, [7, None])
         assert not launcher.running
         launcher.go.set()
+        await asyncio.gather(*waiting[:2])
+        assert not reports  # of the encoder that was stopped, and then raised its error
         await begin(pool, 5, 8)
+        assert len(launcher.running) == 2
         await asyncio.sleep(0)
         found = await pool.encode([10], {})
         assert isinstance(found, Encoded)
-        assert found.step == 5
+        assert (found.step, found.embeddings[0, 0]) == (5, 2)  # by the first of the new encoders
 
     run(check())
+
+
+@pytest.mark.parametrize(
+    ("arrives_s", "answer", "pool_ends_s", "encoded", "waited_s"),
+    [
+        (0.0, "embeddings", 900.0, "embeddings", 0.0),
+        (700.0, "embeddings", 900.0, "embeddings", 700.0),
+        (700.0, "embeddings", 500.0, None, 600.0),  # the second question is not answered
+        (0.0, RayActorError(), 900.0, None, 0.0),
+    ],
+)
+def test_a_request_waits_as_long_as_the_pool_answers(
+    arrives_s: float,
+    answer: Any,
+    pool_ends_s: float,
+    encoded: str | None,
+    waited_s: float,
+    clock: "Clock",
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def wait(references: list[str], timeout: float) -> tuple[list[str], list[str]]:
+        is_there = arrives_s <= clock.now + timeout
+        clock.now = max(clock.now, arrives_s) if is_there else clock.now + timeout
+        return (references, []) if is_there else ([], references)
+
+    def get(reference: str, timeout: float | None = None) -> Any:
+        if reference == "answer":
+            if isinstance(answer, RayError):
+                raise answer
+            return answer
+        if clock.now > pool_ends_s:
+            assert timeout, "the request waits forever"
+            raise GetTimeoutError
+        return 1
+
+    monkeypatch.setattr("raycl.training.encoder_pool.ray", SimpleNamespace(wait=wait, get=get))
+    request = Request("rows", "answer", SimpleNamespace(num_encoders=Method(lambda: "number")))
+    assert (request.encoded, request.waited_s) == (encoded, waited_s)
+    assert not hasattr(request, "_rows")  # the object store may free them
 
 
 def give_a_noisy_core(monkeypatch: pytest.MonkeyPatch, module: str) -> None:

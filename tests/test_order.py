@@ -1,17 +1,22 @@
 """The order of rows in an epoch: equal batches for any number of workers, and buckets of similar lengths."""
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from numpy.typing import NDArray
 
+from raycl.data import windows
 from raycl.data.in_memory import InMemoryDataset, texts_of, tokens_of
 from raycl.data.sampler import BatchShard, InMemorySampler, bucketed
 from raycl.data.streaming import StreamingSampler
-from raycl.data.windows import RowRange, _Windows
+from raycl.data.windows import LocalReader, RowRange, StreamReader, _Windows
 from raycl.recipes import recipe
 from tests.pairs import clicks, rows_of, small_config
 from tests.texts import invented_texts
@@ -50,6 +55,7 @@ def test_batches_do_not_depend_on_the_number_of_workers(rows: InMemoryDataset, n
     parts = zip(*(epoch_of(rows, share, epoch=3) for share in shards(num_workers)), strict=True)
     assert [[row for part in each for row in part] for each in parts] == whole
     assert len(whole) == NUM_ROWS // BATCH_SIZE
+    assert epoch_of(rows, replace(shards(num_workers)[-1], is_whole=True), epoch=3) == whole
 
 
 def test_an_epoch_has_each_row_at_most_once_and_resumes_in_the_same_order(rows: InMemoryDataset) -> None:
@@ -58,6 +64,9 @@ def test_an_epoch_has_each_row_at_most_once_and_resumes_in_the_same_order(rows: 
     for epoch in (first, second):
         assert len({row for batch in epoch for row in batch}) == NUM_ROWS // BATCH_SIZE * BATCH_SIZE
     assert epoch_of(rows, epoch=1, start=4) == second[4:]
+    # By hand: numpy's permutation of the rows, seeded by seed and epoch.
+    order = np.random.default_rng((5, 1)).permutation(NUM_ROWS)
+    assert second == order[: len(second) * BATCH_SIZE].reshape(-1, BATCH_SIZE).tolist()
 
 
 def test_the_length_of_a_row_counts_its_texts_and_the_longest_text_of_each_list(
@@ -92,6 +101,37 @@ def test_buckets_have_the_same_rows_in_different_batches(rows: InMemoryDataset) 
         ranges = sorted(zip(lengths.min(axis=1), lengths.max(axis=1), strict=True))
         assert all(below[1] <= above[0] for below, above in pairwise(ranges))
     assert not np.array_equal(sorted_by_length, epoch_of(rows, length_buckets=BUCKETS, epoch=1))
+
+
+def plain_buckets(lengths: NDArray[np.int64], seed: Any, num_rows: int, num_buckets: int) -> list[list[int]]:
+    """Return shuffled batches of Python's stable sort of the rows of every ``num_buckets`` batches."""
+    rng, batches = np.random.default_rng(seed), list[list[int]]()
+    order = rng.permutation(num_rows)[: num_rows // BATCH_SIZE * BATCH_SIZE].tolist()
+    for start in range(0, len(order), num_buckets * BATCH_SIZE):
+        window = sorted(order[start : start + num_buckets * BATCH_SIZE], key=lengths.tolist().__getitem__)
+        batches += rng.permutation(np.reshape(window, (-1, BATCH_SIZE))).tolist()
+    return batches
+
+
+@pytest.mark.parametrize(("num_buckets", "num_workers"), [(2, 1), (5, 3)])
+def test_buckets_equal_a_plain_sort_in_memory_and_in_a_stream(
+    rows: InMemoryDataset, num_buckets: int, num_workers: int
+) -> None:
+    shares, lengths = shards(num_workers), rows.num_tokens()
+    stream = replace(
+        stream_of(shuffle_buffer_size=NUM_ROWS, length_buckets=num_buckets), formats=rows._formats
+    )
+    # The only window of an epoch has rows that complete no batch.
+    table = pa.Table.from_batches([rows.arrow_rows(np.arange(NUM_ROWS))])
+    [streamed], _ = stream.cutter(shares[0]).cut([table], epoch=1, number=0)
+    in_memory, in_stream = (
+        plain_buckets(lengths, seed, NUM_ROWS, num_buckets) for seed in [(5, 3), (3, 1, 0)]
+    )
+    for share, cut in zip(shares, streamed, strict=True):
+        own = slice(share.rank, None, num_workers)  # the workers take turns
+        found = epoch_of(rows, share, length_buckets=num_buckets, epoch=3)
+        assert found == [batch[own] for batch in in_memory]
+        assert cut["sample_id"].to_pylist() == [row for batch in in_stream for row in batch[own]]
 
 
 def test_neither_the_time_of_a_batch_nor_the_dropped_rows_depend_on_length(rows: InMemoryDataset) -> None:
@@ -196,6 +236,168 @@ def test_an_error_of_the_epoch_read_ahead_does_not_hide_the_end_of_this_one() ->
             await windows.window(0, 1, 0)
 
     asyncio.run(check())
+
+
+def plain_windows(
+    num_rows: int, num_workers: int, *, epoch: int = 1, size: int = 36
+) -> list[list[list[list[int]]]]:
+    """Return the ids of an epoch, [window][step][worker]: numpy's permutation of every ``size`` rows."""
+    found = []
+    for number, start in enumerate(range(0, num_rows // BATCH_SIZE * BATCH_SIZE, size)):
+        rows = start + np.random.default_rng((3, epoch, number)).permutation(min(size, num_rows - start))
+        complete = rows[: len(rows) // BATCH_SIZE * BATCH_SIZE]
+        found.append(complete.reshape(-1, num_workers, BATCH_SIZE // num_workers).tolist())
+    return found
+
+
+def table_of(ids: NDArray[np.int64]) -> pa.Table:
+    return pa.table({"sample_id": ids, "label": ids % 6})
+
+
+@pytest.mark.parametrize(("num_rows", "num_workers", "first"), [(203, 1, 0), (190, 3, 2)])
+def test_a_local_reader_yields_every_batch_of_a_worker_or_of_all(
+    num_rows: int, num_workers: int, first: int
+) -> None:
+    tables = [table_of(ids) for ids in np.split(np.arange(num_rows), [50, 51, 51, 140])]
+    reader = LocalReader(num_rows=list(map(len, tables)), load=tables.__getitem__)
+    stream = replace(stream_of(shuffle_buffer_size=40), local=reader, open_epoch=lambda *_: (range(5), 0))
+    steps = [step for window in plain_windows(num_rows, num_workers)[first:] for step in window]
+    for share in shards(num_workers):
+        found = [batch.sample_id.tolist() for batch in stream.epoch_batches(share, epoch=1, start=3 * first)]
+        assert found == [step[share.rank] for step in steps]
+    whole = replace(shards(num_workers)[-1], is_whole=True)
+    found = [batch.sample_id.tolist() for batch in stream.epoch_batches(whole, epoch=1, start=3 * first)]
+    assert found == [[row for part in step for row in part] for step in steps]
+    # Each window of 36 rows has six rows of each class.
+    grouped = replace(stream, samples_per_class=3)
+    assert len([*grouped.epoch_batches(whole, epoch=1)]) == num_rows // BATCH_SIZE
+    assert grouped.grouped_fraction == 1
+
+
+async def windows_of(actor: _Windows, rank: int, epoch: int, first: int) -> list[list[list[int]]]:
+    """Return the ids of a worker's pieces of each window."""
+    found: list[list[list[int]]] = []
+    while (window := await actor.window(rank, epoch, first + len(found))) is not None:
+        found.append([piece["sample_id"].to_pylist() for piece in window[:-1]])
+    return found
+
+
+class Remote:
+    """A method or a task of Ray: ``remote`` calls it at once."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.remote = call
+
+
+@pytest.mark.parametrize(
+    ("buffer", "num_workers", "first", "num_skipped", "piece_bytes", "piece_lengths"),
+    [
+        (40, 1, 0, 0, 1_000, [[3]] * 5 + [[1]]),
+        (40, 2, 2, 50, 70, [[2, 1]] * 3 + [[1]]),  # a worker has 144 bytes of a window
+        (40, 3, 1, 30, 30, [[1, 1, 1]] * 4 + [[1]]),
+        (48, 1, 0, 0, 120, [[2, 2]] * 4),  # three pieces of four batches: one would be empty
+    ],
+)
+def test_an_actor_passes_on_the_windows_of_an_epoch_in_pieces(
+    buffer: int,
+    num_workers: int,
+    first: int,
+    num_skipped: int,
+    piece_bytes: int,
+    piece_lengths: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cut = windows._cut_window._function  # type: ignore[attr-defined]
+
+    def options(num_returns: int) -> Remote:
+        def call(*given: Any) -> list[Any]:
+            found = cut(*given)
+            assert len(found) == num_returns
+            return found
+
+        return Remote(call)
+
+    monkeypatch.setattr(windows, "_cut_window", SimpleNamespace(options=options))
+    monkeypatch.setattr(windows, "_PIECE_BYTES", piece_bytes)
+    size, opened = BATCH_SIZE // num_workers, list[int]()
+    cutter = stream_of(shuffle_buffer_size=buffer).cutter(shards(num_workers)[0])
+
+    def entry(start: int, stop: int) -> Any:
+        metadata = SimpleNamespace(num_rows=stop - start, size_bytes=8 * (stop - start))
+        return SimpleNamespace(ref=table_of(np.arange(start, stop)), metadata=metadata)
+
+    # Two blocks as they are, and one of which a slice is used.
+    blocks = [entry(num_skipped, 100), entry(100, 100), entry(90, 300)]
+    part = SimpleNamespace(start_offset=10, end_offset=113)
+    bundles = [
+        SimpleNamespace(blocks=blocks[:1], slices=[None]),
+        SimpleNamespace(blocks=blocks[1:], slices=[None, part]),
+    ]
+
+    def dataset(epoch: int) -> Any:
+        return SimpleNamespace(iter_internal_ref_bundles=lambda: opened.append(epoch) or bundles)
+
+    async def check() -> None:
+        actor = _Windows(cutter)
+        for epoch in (1, 2):
+            await actor.read(epoch, first, dataset(epoch), num_skipped)
+        await asyncio.sleep(0.01)
+        assert opened in ([], [1])  # one epoch after the other, at most a window ahead
+        for epoch in (1, 2):
+            by_worker = await asyncio.gather(
+                *(windows_of(actor, rank, epoch, first) for rank in range(num_workers))
+            )
+            plain = plain_windows(203, num_workers, epoch=epoch, size=cutter.num_rows)[first:]
+            for rank, found in enumerate(by_worker):
+                assert [[len(piece) // size for piece in window] for window in found] == piece_lengths
+                rows = [[row for piece in window for row in piece] for window in found]
+                assert rows == [[row for step in window for row in step[rank]] for window in plain]
+        actor._epochs.put(None)  # type: ignore[arg-type]
+        with pytest.raises(TypeError):  # an error ends the thread, and reaches who waits
+            await actor.window(0, 3, 0)
+
+    asyncio.run(asyncio.wait_for(check(), 30))
+
+
+def test_a_resumed_epoch_and_the_one_read_ahead_begin_at_windows_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reads, killed = list[Any](), list[Any]()
+
+    def start(cutter: Any) -> Any:
+        return SimpleNamespace(
+            read=Remote(lambda *given: reads.append(given)),
+            window=Remote(lambda _, epoch, number: ["a", "b", 36] if (epoch, number) == (1, 2) else None),
+        )
+
+    def pieces(epoch: int, first: int, *, cutter: Any, continues: bool, has_next: bool = False) -> list[Any]:
+        return list(
+            reader.pieces(
+                lambda epoch, num_unneeded: (f"epoch {epoch}", num_unneeded),
+                cutter,
+                share=ALONE,
+                epoch=epoch,
+                first=first,
+                continues=continues,
+                has_next=has_next,
+            )
+        )
+
+    monkeypatch.setattr(windows, "ray", SimpleNamespace(get=lambda found: found, kill=killed.append))
+    monkeypatch.setattr(windows, "helper_actor", lambda *_, **__: Remote(start))
+    reader, cutter = StreamReader(), stream_of(shuffle_buffer_size=40).cutter(ALONE)
+    found = pieces(1, 2, cutter=cutter, continues=False, has_next=True)
+    assert found == [("a", 36), ("b", 0)]
+    assert reads == [(1, 2, "epoch 1", 2 * 36), (2, 0, "epoch 2", 0)]
+    pieces(2, 0, cutter=cutter, continues=True, has_next=True)
+    assert (reads[2:], killed) == ([(3, 0, "epoch 3", 0)], [])
+    # An epoch that was left early, another cutter, and an epoch that was not announced: each has a new actor.
+    pieces(3, 0, cutter=cutter, continues=False, has_next=True)
+    assert (reads[3:], len(killed)) == ([(3, 0, "epoch 3", 0), (4, 0, "epoch 4", 0)], 1)
+    pieces(4, 0, cutter=replace(cutter, seed=4), continues=True)
+    assert (reads[5:], len(killed)) == ([(4, 0, "epoch 4", 0)], 2)
+    pieces(5, 0, cutter=replace(cutter, seed=4), continues=True)
+    assert (reads[6:], len(killed)) == ([(5, 0, "epoch 5", 0)], 3)
 
 
 def test_a_buffer_smaller_than_a_batch_is_one_batch() -> None:

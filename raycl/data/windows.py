@@ -96,7 +96,7 @@ class WindowCutter:
         """Cut a window into pieces of consecutive batches.
 
         Returns each worker's rows of each piece, [num_pieces][num_workers], and the number of rows in batches of
-        whole groups. The last pieces may be empty.
+        whole groups. Pieces without a batch are left out.
         """
         rows = InMemoryDataset(tables, self.formats)
         rng = np.random.default_rng((self.seed, epoch, number))
@@ -299,7 +299,7 @@ class _Windows:
         cutter = self._cutter
         num_bytes = sum(part.num_bytes for part in window)
         num_steps = sum(part.stop - part.start for part in window) // cutter.batch_size
-        num_pieces = min(num_steps, max(1, int(num_bytes / cutter.num_workers / _PIECE_BYTES)))
+        num_pieces = max(1, int(num_bytes / cutter.num_workers / _PIECE_BYTES))
         num_pieces = -(-num_steps // -(-num_steps // num_pieces))  # none is empty
         ranges = [(part.start, part.stop) for part in window]
         refs: Any = _cut_window.options(num_returns=num_pieces * cutter.num_workers + 1).remote(
