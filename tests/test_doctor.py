@@ -20,8 +20,9 @@ from raycl.config import RunConfig
 from raycl.config.overrides import override
 from raycl.data.columns import ColumnNames
 from raycl.data.sources import Fragment, find_source
+from raycl.display import format_bytes
 from raycl.doctor.checks import check_gpus
-from raycl.doctor.data import MAX_FRAGMENTS, DataSummary, check_data, spread
+from raycl.doctor.data import MAX_FRAGMENTS, DataSummary, SampledRow, check_data, spread
 from raycl.doctor.encoders import check_pools, estimate_encoder
 from raycl.doctor.estimate import ALLOCATOR, CUDA_BYTES
 from raycl.doctor.memory import bank_bytes, check_decoded_data, check_memory, estimate_memory, is_streamed
@@ -215,10 +216,35 @@ def test_the_remedy_for_a_bank_that_is_too_large_names_only_settings_that_act(
     answers = [NodeAnswer(node, NodeInfo(versions={}, memory=1e3, free_memory=1e3))]
     config = small(method, **{"data.cache": "materialize"})
     source = SimpleNamespace(num_rows=1_000, columns=ColumnNames())
-    data: Any = SimpleNamespace(source=source, decoded_bytes=1.0, negatives_per_pair=0.0)
+    data: Any = SimpleNamespace(source=source, decoded_bytes=1.0, negatives_per_pair=0.0, texts_per_row=1.0)
     found = {each.name: each for each in check_memory(config, data, answers)}
     assert not found["bank"].good
     assert found["bank"].remedy == remedy
+
+
+@pytest.mark.parametrize(("cache", "num_documents"), [("materialize", 3_000), ("stream", 1_000)])
+def test_each_sentence_of_a_row_is_a_document_to_mine_but_of_a_stream_the_first_one(
+    cache: str, num_documents: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raycl.doctor.memory.nodes_for_a_bank", lambda: [{"NodeID": "id"}])
+    monkeypatch.setattr("raycl.doctor.memory.check_cluster", lambda *_, **__: None)
+    monkeypatch.setattr("raycl.doctor.memory.check_pools", lambda *_: [])
+    monkeypatch.setattr("raycl.doctor.memory._profile_stages", lambda config: [ONE] * len(config.stages))
+    node = Node(node_id="id", name="node", is_head=True, num_cpus=1, num_gpus=0, object_store=1e9)
+    answers = [NodeAnswer(node, NodeInfo(versions={}, memory=1e3, free_memory=1e3))]
+    config = small("simcse", **{"data.cache": cache, "negatives.mined.num": 1})
+    row = SampledRow(where="", label=-1, error=None, num_characters={"text": [3, 4, 5]})
+    source: Any = SimpleNamespace(num_rows=1_000, columns=ColumnNames())
+    data = DataSummary(source=source, rows=[row], num_flat=0, sample_bytes=8)
+    found = {each.name: each for each in check_memory(config, data, answers)}
+    (num_bytes,) = bank_bytes(config, 1_000, num_documents=num_documents)
+    assert f"1 shard of {format_bytes(num_bytes)}," in found["bank"].seen
+    sizes: dict[str, Any] = {"num_samples": 1_000, "row_bytes": 0.0, "negatives_per_pair": 0.0}
+    tables = [
+        estimate_memory(config, [ONE], texts_per_row=number, **sizes).parts["negatives"]
+        for number in (1.0, 3.0)
+    ]
+    assert tables[1] == 3 * tables[0] > 0
 
 
 def test_nodes_with_as_many_free_gpus_are_asked_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:

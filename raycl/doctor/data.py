@@ -81,6 +81,12 @@ class DataSummary:
         clicks = Counter(row.is_click for row in self.rows)
         return clicks[False] / max(1, clicks[True])
 
+    @property
+    def texts_per_row(self) -> float:
+        """The mean number of captions or sentences of a row; 1 without them."""
+        counts = [len(numbers) for role in ("caption", "text") for numbers in self.num_characters(role)]
+        return float(np.mean(counts)) if counts else 1.0
+
     def num_characters(self, role: str) -> list[list[int]]:
         """Return the number of characters of each text of each valid row."""
         return [row.num_characters[role] for row in self.rows if role in row.num_characters]

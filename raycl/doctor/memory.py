@@ -62,6 +62,7 @@ def check_memory(
             num_samples=num_samples,
             row_bytes=0.0 if data is None else data.decoded_bytes / num_samples,
             negatives_per_pair=0.0 if data is None else data.negatives_per_pair,
+            texts_per_row=1.0 if data is None else data.texts_per_row,
         )
     # An encoder of the user's may raise anything.
     except Exception as error:
@@ -79,8 +80,10 @@ def check_memory(
     yield from check_pools(config, profiles, estimate, answers)
     if data is not None:
         yield check_decoded_data(config, data, answers)
-    listed = data.negatives_per_pair if data is not None and config.negatives.explicit else 0.0
-    yield from _check_bank(config, num_samples, answers, num_documents=round(num_samples * (1 + listed)))
+    # The document of a row, or each of its captions or sentences; of a stream, the first one.
+    per_row = 1.0 if data is None or is_streamed(config, data) else data.texts_per_row
+    per_row += data.negatives_per_pair if data is not None and config.negatives.explicit else 0.0
+    yield from _check_bank(config, num_samples, answers, num_documents=round(num_samples * per_row))
     return profiles[0].learned
 
 
@@ -180,10 +183,12 @@ def estimate_memory(
     num_samples: int,
     row_bytes: float,
     negatives_per_pair: float,
+    texts_per_row: float = 1.0,
 ) -> MemoryEstimate:
     """Return the memory of a worker in its largest stage.
 
-    ``profiles`` has one profile per stage; ``row_bytes`` is the size of a decoded row.
+    ``profiles`` has one profile per stage; ``row_bytes`` is the size of a decoded row. A row has ``texts_per_row``
+    captions or sentences.
     """
     estimates = []
     for number, (stage, measured) in enumerate(zip(config.stages, profiles, strict=True)):
@@ -206,7 +211,7 @@ def estimate_memory(
             "images": drawing_bytes(config, local_batch * row_bytes) if config.gpu else 0.0,
             "waiting rows": _BATCHES * local_batch * row_bytes,
             "embeddings": _EMBEDDINGS * stage.batch_size * config.projection_head.dim * 4.0,
-            "negatives": _store_bytes(config, num_samples),
+            "negatives": _store_bytes(config, num_samples, texts_per_row),
         }
         on_host = {"process", "waiting rows"}
         if config.negatives.has_slots or config.negatives.mined.num:
@@ -235,13 +240,13 @@ def _activations(num_rows: float, stage: Stage, row: float, waiting: float) -> f
     return min(num_rows, stage.chunk_size * max(1, stage.cached_chunks)) * row + num_rows * waiting
 
 
-def _store_bytes(config: RunConfig, num_samples: int) -> float:
+def _store_bytes(config: RunConfig, num_samples: int, texts_per_row: float) -> float:
     """Return the bytes of the store in a worker: the whole queue, its part of a memory bank, or fetched rows.
 
-    With mined negatives, they are those of the table: a document and its step for each candidate.
+    With mined negatives, they are those of the table: a document and its step for each candidate of each text.
     """
     if config.negatives.mined.num:
-        return 8.0 * num_samples * config.negatives.mined.candidates
+        return 8.0 * num_samples * texts_per_row * config.negatives.mined.candidates
     if config.negatives.store == "none":
         return 0.0
     spec = _bank_spec(config, num_samples)
