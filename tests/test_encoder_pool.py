@@ -168,6 +168,23 @@ def test_more_requests_than_encoders_wait_and_are_answered_in_order() -> None:
     run(check())
 
 
+def test_a_request_that_waits_gets_an_encoder_as_soon_as_it_has_started() -> None:
+    async def check() -> None:
+        launcher = FakeLauncher()
+        pool = await pool_of(launcher, 1, 2)
+        launcher.go.clear()
+        requests = [asyncio.create_task(pool.encode([number], {})) for number in range(2)]
+        await asyncio.sleep(0)
+        pool._target = 2
+        pool._resize()
+        await asyncio.sleep(0.01)
+        assert [encoder.num_requests for encoder in pool._ready] == [1, 1]
+        launcher.go.set()
+        assert all(await asyncio.gather(*requests))
+
+    run(check())
+
+
 def test_an_idle_encoder_wakes_one_of_many_requests_and_a_new_attempt_ends_all() -> None:
     class Counted(deque[Any]):
         num_looks = 0
@@ -324,7 +341,7 @@ def test_a_pool_survives_any_number_of_failures() -> None:
     run(check())
 
 
-@pytest.mark.parametrize(("least", "most"), [(1, 3), (0, 2)])
+@pytest.mark.parametrize(("least", "most"), [(1, 3), (0, 2), (2, 3)])
 def test_the_pool_grows_while_callers_wait_for_busy_encoders_and_shrinks_while_they_do_not(
     least: int, most: int
 ) -> None:
@@ -559,6 +576,19 @@ def test_a_pool_that_grows_again_and_again_shrinks_ever_more_rarely(clock: Clock
                 lasted[-1] += 1
         assert lasted[1:5] == [1, 4, 16, 60]
         assert lasted[5] == 60
+
+    run(check())
+
+
+def test_a_pool_that_grows_twice_after_it_shrank_waits_only_four_times_as_long() -> None:
+    async def check() -> None:
+        pool, num_calm = PoolActor(FakeLauncher(), 1, 5), 0
+        for change in (pool._grow, pool._shrink, pool._grow, pool._grow):
+            change()
+        while pool._target == 3:
+            pool._shrink()
+            num_calm += 1
+        assert num_calm == 4
 
     run(check())
 
