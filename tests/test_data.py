@@ -742,7 +742,7 @@ def test_a_link_without_its_file_beside_class_folders_keeps_the_classes(tmp_path
     (tmp_path / "latest.png").symlink_to(tmp_path / "gone.png")
     source = find_source(str(tmp_path))
     assert source.classes == ("a", "b")
-    assert source.fragments[0].labels == (0, 1, NO_LABEL)
+    assert read(source)[0].label.tolist() == [0, 1, NO_LABEL]
     (tmp_path / "latest.png").unlink()
     (tmp_path / "latest.png").symlink_to(tmp_path / "a" / "1.png")
     assert find_source(str(tmp_path)).classes is None

@@ -247,7 +247,7 @@ def _first_images(data: "Source | ray.data.Dataset", columns: "ColumnNames") -> 
     if isinstance(data, Source):
         # Of a folder of images, read no other files.
         paths = data.fragments[0].paths[:NUM_PEEKED]
-        first = next(data.read(replace(data.fragments[0], paths=paths, labels=())), None)
+        first = next(data.read(replace(data.fragments[0], paths=paths)), None)
         return [] if first is None else list(first.values["image"][:NUM_PEEKED])
     from raycl.data.decode import columns_of
 

@@ -37,7 +37,7 @@ from raycl.data.parquet_tables import ParquetTables
 from raycl.data.patterns import expand, folder_of, is_pattern
 from raycl.data.prefetch import Prefetched
 from raycl.data.split import Keep
-from raycl.data.tables import TableFormat, reading, roles_in
+from raycl.data.tables import TableFile, TableFormat, chosen, reading, roles_in
 from raycl.data.tar_tables import TarTables
 from raycl.data.weights import check_weight_columns
 from raycl.errors import ConfigError, DataError
@@ -45,16 +45,11 @@ from raycl.storage import Place, absolute
 
 ROWS_PER_FRAGMENT = 2_048
 _ENOUGH_PARTS = 256  # of large row groups in all files, to read in parallel
-_PARQUET = ParquetTables()
 _PARQUET_MARK = b"PAR1"  # the first bytes of each file
-_LANCE = LanceTables()
-_VERSIONED = ("delta", "iceberg", "lance")  # their files may move when the table is compacted
-_READERS: tuple[TableFormat, ...] = (_PARQUET, CsvTables(), JsonTables(), ArrowTables(), TarTables(), _LANCE)
-_FORMATS: dict[str, TableFormat] = {
-    **{each.name: each for each in _READERS},
-    "delta": _PARQUET,  # a log beside parquet files
-    "iceberg": _PARQUET,
-}
+_FILES: tuple[TableFormat, ...] = (ParquetTables(), CsvTables(), JsonTables(), ArrowTables(), TarTables())
+# Their files may move when the table is compacted. Delta and Iceberg list parquet files.
+_VERSIONED: dict[str, TableFormat] = {"delta": _FILES[0], "iceberg": _FILES[0], "lance": LanceTables()}
+_READERS = {each.name: each for each in _FILES} | _VERSIONED
 _SPLITS = {"train", "training", "dev", "val", "valid", "validation", "eval", "test", "testing", "unlabeled"}
 FORMATS = "parquet, CSV, JSONL, Arrow, tar"
 
@@ -73,7 +68,6 @@ class Fragment:
     start: int = 0
     stop: int = 0
     paths: tuple[str, ...] = ()
-    labels: tuple[int, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -83,8 +77,7 @@ class Fragment:
     @property
     def place(self) -> Place:
         """The place of the table file."""
-        root = Place(folder_of(self.uri))
-        return root / self.file if self.file else root
+        return Place(folder_of(self.uri)) / self.file
 
     @property
     def name(self) -> str:
@@ -99,7 +92,7 @@ class Fragment:
     def from_json(text: str) -> "Fragment":
         """Parse the result of ``to_json``."""
         fields = json.loads(text)
-        return Fragment(**fields | {"paths": tuple(fields["paths"]), "labels": tuple(fields["labels"])})
+        return Fragment(**fields | {"paths": tuple(fields["paths"])})
 
 
 @final
@@ -200,15 +193,6 @@ class Source:
             )
         return lines
 
-    def with_classes(self, classes: tuple[str, ...]) -> "Source":
-        """Return the same rows with labels that number ``classes``, which contain the own names."""
-        numbers = [classes.index(name) for name in self.classes or ()]
-        fragments = tuple(
-            replace(fragment, labels=tuple(numbers[label] for label in fragment.labels))
-            for fragment in self.fragments
-        )
-        return replace(self, fragments=fragments, classes=classes)
-
     def read(self, fragment: Fragment, keep: Keep | None = None) -> Iterator[RawRows]:
         """Yield the rows of one fragment in batches; raises ``StorageError`` or ``DataError``.
 
@@ -221,7 +205,7 @@ class Source:
 
     def tables(self, fragment: Fragment, names: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
         """Yield (position in the file, rows) of a fragment of a table; only the columns ``names``."""
-        reader = _FORMATS[self.kind]
+        reader = _READERS[self.kind]
         return reader.read(fragment.place, names, self.types, start=fragment.start, stop=fragment.stop)
 
     def sample_ids(self, fragments: Sequence[Fragment]) -> NDArray[np.int64]:
@@ -238,6 +222,7 @@ class Source:
 
     def _read_files(self, fragment: Fragment, keep: Keep | None) -> Iterator[RawRows]:
         root = Place(fragment.uri)
+        numbers = {name: number for number, name in enumerate(self.classes or ()) if self.has_labels}
         for start in range(0, len(fragment.paths), 256):
             paths = fragment.paths[start : start + 256]
             ids = np.arange(start, start + len(paths), dtype=np.int64) + fragment.first_id
@@ -245,7 +230,7 @@ class Source:
             with ThreadPoolExecutor(8) as pool:
                 read = pool.map(lambda path, kept: read_image(root / path) if kept else None, paths, wanted)
                 images = list(read)
-            labels = np.array(fragment.labels[start : start + 256] or [NO_LABEL] * len(paths), np.int64)
+            labels = np.array([numbers.get(path.split("/")[0], NO_LABEL) for path in paths], np.int64)
             yield RawRows(values={"image": images}, sample_id=ids, label=labels, where=list(paths))
 
     def _read_table(self, fragment: Fragment) -> Iterator[RawRows]:
@@ -270,38 +255,20 @@ def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
     Raises ``DataError`` if nothing is there, a column is missing or a file is broken, ``StorageError`` if the storage
     cannot be reached.
     """
-    uri = absolute(uri)
-    columns = columns or ColumnNames()
+    uri, columns = absolute(uri), columns or ColumnNames()
+    check_exists(uri)
+    root, files = Place(folder_of(uri)), [""]
     if is_pattern(uri):
-        return _pattern_source(uri, columns)
-    place = existing(uri)
-    if table := _versioned_table(place, columns):
+        files = expand(uri)
+    elif table := _versioned_table(root, columns):
         return table
-    if not place.is_folder():
-        return _table_source(uri, [""], columns, _format_of(place.name) or _unnamed_format(place))
-    files = [path for path, _ in place.files(underscored=EXTENSIONS)]  # cameras write _DSC0001.JPG
-    by_format: dict[str, list[str]] = {}
-    only_images = set(columns.contents) == {"image"}
-    unread = unread_files(uri, files)
-    for path in files:
-        found = _format_of(path)
-        if found and path not in unread and (found.holds_images or not only_images):
-            by_format.setdefault(found.name, []).append(path)
-    has_images = any(_ending(path) in EXTENSIONS for path in files)
-    if only_images and _PARQUET.name not in by_format and (has_images or not by_format):
-        return _folder_source(uri, files)
-    if not by_format:
-        raise DataError(
-            f"{uri} holds no files of rows ({FORMATS}), but {len(files)} others; give some with the columns "
-            f"{', '.join(columns.contents.values())}"
-        )
-    texts = [name for name in by_format if not _FORMATS[name].holds_images]
-    name, *others = [_PARQUET.name] if _PARQUET.name in by_format else texts or by_format
-    if others:
-        counts = ", ".join(f"{len(by_format[each])} {each}" for each in sorted([name, *others]))
-        raise DataError(f"{uri} holds files of several formats ({counts}); give a folder of one format")
-    found = _table_source(uri, by_format[name], columns, _FORMATS[name])
-    return replace(found, ignored=_endings(set(files).difference(by_format[name])))
+    elif root.is_folder():
+        return _folder_source(root, columns)
+    kinds = {_kind_of_table(root / file) for file in files}
+    if len(kinds) > 1:
+        names = ", ".join(sorted(kinds))
+        raise DataError(f"{uri} names files of several formats ({names}); give files of one format")
+    return _table_source(uri, files, columns, kinds.pop())
 
 
 def check_exists(uri: str) -> None:
@@ -358,22 +325,28 @@ def existing(uri: str) -> Place:
     return place
 
 
-def _format_of(name: str) -> TableFormat | None:
-    return next((each for each in _FORMATS.values() if name.lower().endswith(each.endings)), None)
+def _kind_of(path: str) -> str | None:
+    """Return the kind of a file by the end of its name, ``folder`` for an image."""
+    if _ending(path) in EXTENSIONS:
+        return "folder"
+    return next((each.name for each in _FILES if path.lower().endswith(each.endings)), None)
 
 
-def _unnamed_format(place: Place) -> TableFormat:
-    """Return parquet, the only format whose files may have another name; raises ``DataError`` for other files."""
-    if _ending(place.name) in EXTENSIONS:
+def _kind_of_table(place: Place) -> str:
+    """Return the format of a file: parquet under any name; raises ``DataError`` for a file that is no table."""
+    kind = _kind_of(place.name)
+    if kind == "folder":
         raise DataError(f"{place} is a single image; give the folder of the images")
-    with reading(place, _PARQUET.name, "write the file again"), place.open() as file:
+    if kind is not None:
+        return kind
+    with reading(place, "parquet", "write the file again"), place.open() as file:
         if file.read(len(_PARQUET_MARK)) == _PARQUET_MARK:
-            return _PARQUET
+            return "parquet"
     if _ending(place.name) == ".txt":
         raise DataError(
             f'{place} is plain text; write each line as {{"text": "..."}} to a file that ends in .jsonl'
         )
-    endings = ", ".join(ending for each in _READERS for ending in each.endings)
+    endings = ", ".join(ending for each in _FILES for ending in each.endings)
     raise DataError(
         f"{place} is not parquet, and its name has no ending of another format; convert it to {endings}"
     )
@@ -387,57 +360,59 @@ def _versioned_table(place: Place, columns: ColumnNames) -> Source | None:
     # A label that was found in the table was not asked for, so its type may be another.
     if (place / LOG).is_folder():
         files, found = delta_files(place, columns)
-        return _table_source(place.uri, files, replace(found, label=columns.label), _PARQUET, kind="delta")
+        return _table_source(place.uri, files, replace(found, label=columns.label), "delta")
     if is_lance(place):
-        return _table_source(place.uri, lance_fragments(place, columns), columns, _LANCE)
+        return _table_source(place.uri, lance_fragments(place, columns), columns, "lance")
     if metadata := find_metadata(place):
         table = open_iceberg(metadata, columns)
         asked = replace(table.columns, label=columns.label)
-        found = _table_source(
-            table.place.uri, table.files, asked, _PARQUET, kind="iceberg", check=table.check
-        )
+        found = _table_source(table.place.uri, table.files, asked, "iceberg", check=table.check)
         return replace(found, uri=place.uri)
     return None
 
 
-def _pattern_source(uri: str, columns: ColumnNames) -> Source:
-    files = expand(uri)
-    check_exists(uri)
-    root = Place(folder_of(uri))
-    formats = {_format_of(file) or _unnamed_format(root / file) for file in files}
-    if len(formats) > 1:
-        names = ", ".join(sorted(each.name for each in formats))
-        raise DataError(f"{uri} names files of several formats ({names}); give files of one format")
-    return _table_source(uri, files, columns, formats.pop())
-
-
-def _folder_source(uri: str, files: list[str]) -> Source:
-    paths = [path for path in files if _ending(path) in EXTENSIONS]
-    if not paths:
+def _folder_source(root: Place, columns: ColumnNames) -> Source:
+    """Return the rows of a folder, which may hold other files too."""
+    only_images = set(columns.contents) == {"image"}
+    # The first of these kinds that the folder holds is read, unless it holds two of one group.
+    kinds = ("parquet",), ("folder",) if only_images else ("csv", "jsonl"), ("arrow", "tar")
+    files = [path for path, _ in root.files(underscored=EXTENSIONS)]  # cameras write _DSC0001.JPG
+    unread, found = unread_files(root.uri, files), dict[str | None, list[str]]()
+    for path in files:
+        if path not in unread:
+            found.setdefault(_kind_of(path), []).append(path)
+    kind, *others = next(filter(None, ([each for each in group if each in found] for group in kinds)), [None])
+    if others:
+        counts = ", ".join(f"{len(found[each])} {each}" for each in (kind, *others))
+        raise DataError(f"{root} holds files of several formats ({counts}); give a folder of one format")
+    if kind is None and only_images:
         raise DataError(
-            f"{uri} holds no images and no parquet, Arrow or tar files ({len(files)} other files); "
+            f"{root} holds no images and no parquet, Arrow or tar files ({len(files)} other files); "
             f"known endings of images are {', '.join(sorted(EXTENSIONS))}"
         )
-    classes = _class_folders(Place(uri), paths)
-    numbers = {name: number for number, name in enumerate(classes or ())}
-    labels = [numbers.get(path.split("/")[0], NO_LABEL) for path in paths] if classes else []
-    fragments = tuple(
-        Fragment(
-            uri=uri,
-            first_id=first,
-            paths=tuple(paths[first : first + ROWS_PER_FRAGMENT]),
-            labels=tuple(labels[first : first + ROWS_PER_FRAGMENT]),
+    if kind is None:
+        raise DataError(
+            f"{root} holds no files of rows ({FORMATS}), but {len(files)} others; give some with the columns "
+            f"{', '.join(columns.contents.values())}"
         )
+    paths, uri = found[kind], root.uri
+    source = _image_source(uri, paths) if kind == "folder" else _table_source(uri, paths, columns, kind)
+    return replace(source, ignored=_endings(set(files).difference(paths)))
+
+
+def _image_source(uri: str, paths: list[str]) -> Source:
+    fragments = tuple(
+        Fragment(uri=uri, first_id=first, paths=tuple(paths[first : first + ROWS_PER_FRAGMENT]))
         for first in range(0, len(paths), ROWS_PER_FRAGMENT)
     )
+    classes, columns = _class_folders(Place(uri), paths), ColumnNames()
     return Source(
         uri=uri,
         kind="folder",
         fragments=fragments,
-        columns=ColumnNames(),
+        columns=columns,
         classes=classes,
         has_labels=classes is not None,
-        ignored=_endings(path for path in files if _ending(path) not in EXTENSIONS),
     )
 
 
@@ -462,65 +437,56 @@ def _table_source(
     uri: str,
     files: list[str],
     columns: ColumnNames,
-    reader: TableFormat,
+    kind: str,
     *,
-    kind: str | None = None,
-    check: Callable[[Place, pa.Schema], None] | None = None,
+    check: Callable[[Place, pa.Schema], None] = lambda *_: None,
 ) -> Source:
-    root = Place(folder_of(uri))
-    places = [root / file if file else root for file in files]
+    root, reader = Place(folder_of(uri)), _READERS[kind]
+    places = [root / file for file in files]
     _check_links(places)
     with ThreadPoolExecutor(8) as pool:
         tables = list(pool.map(lambda place: reader.inspect(place, columns), places))
-    if check is not None:
-        for place, table in zip(places, tables, strict=True):
-            check(place, table.schema)
+    for each in tables:
+        check(each.place, each.schema)
     # A file without rows may have no columns either.
-    found = [
-        (file, place, table)
-        for file, place, table in zip(files, places, tables, strict=True)
-        if table.schema.names or sum(table.group_sizes)
-    ]
-    ignored_label = _ignored_label([table.schema for _, _, table in found], columns)
-    chosen = [
-        _check_columns(place, table.schema, columns, reads_label=not ignored_label)
-        for _, place, table in found
-    ]
-    if any(each != chosen[0] for each in chosen):
+    tables = [each for each in tables if each.schema.names or sum(each.group_sizes)]
+    ignored_label = _ignored_label([each.schema for each in tables], columns)
+    asked = columns
+    found = [_check_columns(each, asked, reads_label=not ignored_label) for each in tables]
+    if any(each != found[0] for each in found):
         raise DataError(f"the files of {uri} differ in their label or id columns; give them the same columns")
     fragments: list[Fragment] = []
     first_id = 0
-    for file, _, table in found:
-        for start, stop in _cut(table.group_sizes, len(found)):
-            fragments.append(Fragment(uri=uri, file=file, first_id=first_id, start=start, stop=stop))
+    for each in tables:
+        for start, stop in _cut(each.group_sizes, len(tables)):
+            fragments.append(
+                Fragment(uri=uri, file=each.place.path, first_id=first_id, start=start, stop=stop)
+            )
             first_id += stop - start
-    if not first_id:
+    if not fragments:
         raise DataError(f"{uri} holds no rows; give a dataset with at least one batch")
-    asked, columns = columns, chosen[0]
-    names = dict.fromkeys(columns.asked.values())
-    schemas = [pa.schema([table.schema.field(name) for name in names]) for _, _, table in found]
-    types = reader.shared_types(schemas, where=uri)
-    places = [place for _, place, _ in found]
+    columns = found[0]
+    names = list(dict.fromkeys(columns.asked.values()))
+    types = reader.shared_types([chosen(each.schema, names) for each in tables], where=uri)
     if columns.weight is not None:
-        parts = ((str(place), reader.column(place, columns.weight, types)) for place in places)
+        parts = ((str(each.place), reader.column(each.place, columns.weight, types)) for each in tables)
         check_weight_columns(parts, where=uri)
     classes = label_names = None
     if columns.label is not None:
-        kinds = [each.field(columns.label).type for each in ([types] if types else schemas)]
+        label_names = names_of_integers(tables[0].schema, columns.label)
         is_asked = asked.label is not None
-        classes, ignored_label = _classes(reader, places, columns, types, kinds, is_asked=is_asked)
-        label_names = names_of_integers(found[0][2].schema, columns.label)
+        classes, ignored_label = _classes(reader, tables, columns, types, is_asked=is_asked)
         if ignored_label:
             columns = replace(columns, label=None)
     return Source(
         uri=uri,
-        kind=kind or reader.name,
+        kind=kind,
         fragments=tuple(fragments),
         columns=columns,
         classes=classes,
         has_labels=columns.label is not None,
         ignored_label=ignored_label,
-        unread_columns=_unread_of_pairs(found[0][2].schema, columns) if "label" in asked.usual else (),
+        unread_columns=_unread_of_pairs(tables[0].schema, columns) if "label" in asked.usual else (),
         types=types,
         label_names=label_names,
     )
@@ -528,10 +494,9 @@ def _table_source(
 
 def _classes(
     reader: TableFormat,
-    places: Sequence[Place],
+    tables: Sequence[TableFile],
     columns: ColumnNames,
     types: pa.Schema | None,
-    kinds: Sequence[pa.DataType],
     *,
     is_asked: bool,
 ) -> tuple[tuple[str, ...] | None, str]:
@@ -539,20 +504,25 @@ def _classes(
 
     Floats that are integers are labels; raises ``DataError`` for others if the column is asked for.
     """
-    label, floats = str(columns.label), [str(kind) for kind in kinds if pa.types.is_floating(kind)]
+    label = str(columns.label)
+    kinds = [each.field(label).type for each in ([types] if types else [each.schema for each in tables])]
+    floats = [str(kind) for kind in kinds if pa.types.is_floating(kind)]
     # A file without any label does not tell whether they are integers.
     first = next((kind for kind in kinds if not pa.types.is_null(kind)), pa.null())
     if are_numbers(first) and not floats:
         return None, ""
     with ThreadPoolExecutor(8) as pool:
-        distinct = list(pool.map(lambda place: distinct_labels(reader.column(place, label, types)), places))
+        distinct = list(
+            pool.map(lambda each: distinct_labels(reader.column(each.place, label, types)), tables)
+        )
     if not floats or columns.labels_are_grades:
         return class_names(distinct), ""
-    found = zip(places, map(inexact_label, distinct), strict=True)
-    place, other = next((each for each in found if each[1] is not None), (None, None))
-    if other is not None and is_asked:
-        raise columns.label_error(other, where=str(place))
-    return None, "" if other is None else floats[0]
+    for each, other in zip(tables, map(inexact_label, distinct), strict=True):
+        if other is not None and is_asked:
+            raise columns.label_error(other, where=str(each.place))
+        if other is not None:
+            return None, floats[0]
+    return None, ""
 
 
 def _check_links(places: Sequence[Place]) -> None:
@@ -579,13 +549,12 @@ def _unread_of_pairs(schema: pa.Schema, columns: ColumnNames) -> tuple[str, ...]
     return tuple(sorted({*schema.names} - {*columns.asked.values()}))
 
 
-def _check_columns(
-    place: Place, schema: pa.Schema, columns: ColumnNames, *, reads_label: bool
-) -> ColumnNames:
-    roles_in(place, schema.names, columns)  # refuses a name of two columns
-    found = columns.found_in(schema.names, where=str(place))
+def _check_columns(table: TableFile, columns: ColumnNames, *, reads_label: bool) -> ColumnNames:
+    schema, where = table.schema, str(table.place)
+    roles_in(table.place, schema.names, columns)  # refuses a name of two columns
+    found = columns.found_in(schema.names, where=where)
     found = found if reads_label else replace(found, label=None)
-    found.check_types({name: schema.field(name).type for name in found.asked.values()}, where=str(place))
+    found.check_types({name: schema.field(name).type for name in found.asked.values()}, where=where)
     return found
 
 

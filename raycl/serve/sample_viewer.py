@@ -85,8 +85,7 @@ class SampleViewer:
 def _one_row(fragment: Fragment, offset: int) -> Fragment:
     first_id = fragment.first_id + offset
     if fragment.paths:
-        labels = fragment.labels[offset : offset + 1]
-        return replace(fragment, paths=(fragment.paths[offset],), labels=labels, first_id=first_id)
+        return replace(fragment, paths=(fragment.paths[offset],), first_id=first_id)
     start = fragment.start + offset
     return replace(fragment, start=start, stop=start + 1, first_id=first_id)
 
