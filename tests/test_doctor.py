@@ -19,7 +19,8 @@ from raycl.cli.plan import command_settings
 from raycl.config import RunConfig
 from raycl.config.overrides import override
 from raycl.data.columns import ColumnNames
-from raycl.data.sources import Fragment, find_source
+from raycl.data.discovery import find_source
+from raycl.data.sources import Fragment
 from raycl.doctor.checks import check_gpus
 from raycl.doctor.data import MAX_FRAGMENTS, DataSummary, check_data, spread
 from raycl.doctor.encoders import check_pools, estimate_encoder

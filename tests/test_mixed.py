@@ -16,9 +16,9 @@ import pytest
 import raycl
 from raycl.config import RunConfig
 from raycl.data.columns import ColumnNames
+from raycl.data.discovery import find_source
 from raycl.data.in_memory import Batch, InMemoryDataset
 from raycl.data.sampler import BatchShard, InMemorySampler, MixedSampler, batch_counts
-from raycl.data.sources import find_source
 from raycl.errors import ConfigError, RayclError
 from raycl.recipes import recipe
 from raycl.storage import Place

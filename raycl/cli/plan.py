@@ -84,7 +84,7 @@ def plan_run(
     gray, sources = requested.data.channels == 1, ()
     if size is None or (not gray and requested.data.kind == "image" and size <= SMALL):
         # Here, since these modules take a second to import, and wrong settings are refused before.
-        from raycl.data.sources import find_source
+        from raycl.data.discovery import find_source
         from raycl.training.preflight import column_names
 
         columns = column_names(requested)

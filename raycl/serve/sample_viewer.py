@@ -11,9 +11,10 @@ import numpy as np
 from PIL import Image
 
 from raycl.data.columns import ColumnNames
+from raycl.data.discovery import find_source
 from raycl.data.images import ImageFormat, InvalidImageError, image_sides
 from raycl.data.labels import NO_LABEL
-from raycl.data.sources import Fragment, find_source
+from raycl.data.sources import Fragment
 from raycl.errors import ConfigError, DataError
 from raycl.serve.schemas import Sample, Text
 from raycl.tokenization import InvalidTextError, read_text
