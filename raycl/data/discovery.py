@@ -121,7 +121,7 @@ def _kind_of(path: str) -> str | None:
 
 
 def _kind_of_table(place: Place) -> str:
-    """Return the format of a file: parquet under any name; raises ``DataError`` for a file that is no table."""
+    """Return the format of a file: parquet under any name; raises ``DataError`` for other files."""
     kind = _kind_of(place.name)
     if kind == "folder":
         raise DataError(f"{place} is a single image; give the folder of the images")
