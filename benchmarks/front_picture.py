@@ -10,9 +10,9 @@ from measuring import make_parser
 from pictures import save
 
 from raycl.data.decode import Decoder
+from raycl.data.discovery import find_source
 from raycl.data.images import ImageFormat
 from raycl.data.in_memory import InMemoryDataset
-from raycl.data.sources import find_source
 from raycl.demo.digits import CANVAS
 from raycl.demo.plan import RUN
 from raycl.demo.run import compare

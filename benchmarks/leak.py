@@ -17,7 +17,7 @@ from measuring import Line, make_parser, report, table
 
 from raycl.config import RunConfig
 from raycl.config.overrides import config_from_yaml
-from raycl.data.sources import find_source
+from raycl.data.discovery import find_source
 from raycl.records import CONFIG, read_metrics
 from raycl.storage import Place
 from raycl.training.preflight import column_names

@@ -49,7 +49,7 @@ def logged_steps(recipe: str, settings: dict[str, Any], data: str) -> list[dict[
 @contextmanager
 def open_samples(config: Any, data: str) -> Iterator[Any]:
     """Yield the rows of a run on this data, as its worker gets them."""
-    from raycl.data.sources import find_source
+    from raycl.data.discovery import find_source
     from raycl.ray_runtime import connect_cluster
     from raycl.training.coordinator import start_coordinator
     from raycl.training.data_module import DataModule

@@ -15,18 +15,12 @@ from raycl.config.overrides import override
 from raycl.data.click_logs import group_source, grouped_columns
 from raycl.data.columns import ColumnNames, UnlabeledColumnNames, check_labels, is_text
 from raycl.data.decode import map_fragments
+from raycl.data.discovery import check_no_splits, check_output_is_outside, find_source
 from raycl.data.ids import is_missing, stable_id
 from raycl.data.images import InvalidImageError, stored_images
 from raycl.data.labels import NO_LABEL
 from raycl.data.read_stats import ReadStats
-from raycl.data.sources import (
-    Fragment,
-    Source,
-    check_no_splits,
-    check_output_is_outside,
-    find_source,
-    plain_values,
-)
+from raycl.data.sources import Fragment, Source, plain_values
 from raycl.errors import ConfigError, DataError
 from raycl.lease import writing_new
 from raycl.ray_runtime import connect_cluster, unwrap_ray_errors

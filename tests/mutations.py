@@ -971,7 +971,7 @@ MUTATIONS = [
     ),
     Mutation(
         "values that Hugging Face's datasets computed from the data are data",
-        "raycl/data/sources.py",
+        "raycl/data/discovery.py",
         "path not in unread",
         "path",
         "tests/test_arrow_tables.py",

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from raycl.config import RunConfig
-from raycl.data.ids import Ids
 from raycl.data.images import Pixels
 from raycl.data.in_memory import Batch
 from raycl.data.texts import TokenLists, Tokens
@@ -197,8 +196,8 @@ def batch(
         contents |= {"query": texts(rows), "document": texts(rows)}
     if explicit:
         contents["negatives"] = TokenLists(texts(2 * rows), np.full(rows, 2))
-        contents["document_id"] = Ids(np.arange(rows), np.ones(rows, np.int64))
-        contents["query_id"] = Ids(np.arange(rows) // 2, np.ones(rows, np.int64))
+        contents["document_id"] = np.arange(rows)
+        contents["query_id"] = np.arange(rows) // 2
     if config.data.columns.weight is not None:
         contents["weight"] = rng.integers(0, 4, rows).astype(np.float64)
     ids = np.arange(rows, dtype=np.int64) + (step % 3) * rows

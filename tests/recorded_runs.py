@@ -11,9 +11,9 @@ import torch
 
 import raycl
 from raycl.config import RunConfig
+from raycl.data.discovery import find_source
 from raycl.data.fingerprint import fingerprint
 from raycl.data.read_stats import ReadStats
-from raycl.data.sources import find_source
 from raycl.negatives.actor import QueueActor
 from raycl.records import CHECKPOINT_LIST, CHECKPOINTS, READ_ROWS, MetricsLog, write_result
 from raycl.step_replay.record import read_record

@@ -10,7 +10,7 @@ import pytest
 from pyarrow import ipc
 
 from raycl.data.columns import ColumnNames
-from raycl.data.sources import find_source
+from raycl.data.discovery import find_source
 from raycl.errors import DataError
 from tests.images import digit_files
 from tests.table_files import write_arrow, write_rows, write_saved
@@ -192,7 +192,7 @@ DAMAGE = """
 import random, sys
 import pyarrow as pa
 from raycl.data.columns import ColumnNames
-from raycl.data.sources import find_source
+from raycl.data.discovery import find_source
 from raycl.errors import DataError
 refused = 0
 path, draw = sys.argv[1], random.Random(0)

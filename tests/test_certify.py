@@ -24,10 +24,10 @@ from raycl.chain import CHAIN, Chain, hash_of_draw, kept_links, log_heads, read_
 from raycl.cli.main import app
 from raycl.config.overrides import override
 from raycl.data import decode
+from raycl.data.discovery import find_source
 from raycl.data.fingerprint import fingerprint
 from raycl.data.ids import content_id
 from raycl.data.sampler import InMemorySampler
-from raycl.data.sources import find_source
 from raycl.data.windows import WindowCutter
 from raycl.errors import ConfigError, DataError
 from raycl.records import READ_ROWS

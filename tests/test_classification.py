@@ -10,7 +10,8 @@ import pytest
 import torch
 from scipy.stats import binom
 
-from raycl.data.sources import Source, find_source
+from raycl.data.discovery import find_source
+from raycl.data.sources import Source
 from raycl.errors import ConfigError, DataError
 from raycl.evaluation import classification
 from raycl.evaluation.classification import (

@@ -18,13 +18,14 @@ from PIL import ExifTags, Image
 
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import are_flat
+from raycl.data.discovery import ROWS_PER_FRAGMENT, check_no_splits, find_source
 from raycl.data.ids import stable_ids
 from raycl.data.images import ImageFormat, InvalidImageError, image_sides
 from raycl.data.in_memory import InMemoryDataset, pixels_of
 from raycl.data.labels import NO_LABEL, class_names, label_numbers
 from raycl.data.prefetch import Prefetched
 from raycl.data.read_stats import ReadStats
-from raycl.data.sources import ROWS_PER_FRAGMENT, Fragment, RawRows, Source, check_no_splits, find_source
+from raycl.data.sources import Fragment, RawRows, Source
 from raycl.data.split import Holdout, make_split
 from raycl.data.streaming import without_first_rows
 from raycl.errors import DataError
@@ -308,8 +309,8 @@ def test_fragments_cover_each_row_once_with_any_row_groups(tmp_path: Path, row_g
 def test_files_are_cut_into_fewer_parts_the_more_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_files: int, num_parts: int
 ) -> None:
-    monkeypatch.setattr("raycl.data.sources.ROWS_PER_FRAGMENT", 2)
-    monkeypatch.setattr("raycl.data.sources._ENOUGH_PARTS", 16)
+    monkeypatch.setattr("raycl.data.discovery.ROWS_PER_FRAGMENT", 2)
+    monkeypatch.setattr("raycl.data.discovery._ENOUGH_PARTS", 16)
     for number in range(num_files):
         write_parquet(tmp_path / f"{number:02}.parquet", 45, 100)
     fragments = find_source(str(tmp_path)).fragments
@@ -742,7 +743,7 @@ def test_a_link_without_its_file_beside_class_folders_keeps_the_classes(tmp_path
     (tmp_path / "latest.png").symlink_to(tmp_path / "gone.png")
     source = find_source(str(tmp_path))
     assert source.classes == ("a", "b")
-    assert source.fragments[0].labels == (0, 1, NO_LABEL)
+    assert read(source)[0].label.tolist() == [0, 1, NO_LABEL]
     (tmp_path / "latest.png").unlink()
     (tmp_path / "latest.png").symlink_to(tmp_path / "a" / "1.png")
     assert find_source(str(tmp_path)).classes is None

@@ -19,7 +19,8 @@ from raycl.cli.plan import command_settings
 from raycl.config import RunConfig
 from raycl.config.overrides import override
 from raycl.data.columns import ColumnNames
-from raycl.data.sources import Fragment, find_source
+from raycl.data.discovery import find_source
+from raycl.data.sources import Fragment
 from raycl.display import format_bytes
 from raycl.doctor.checks import check_gpus
 from raycl.doctor.data import MAX_FRAGMENTS, DataSummary, SampledRow, check_data, spread

@@ -16,8 +16,9 @@ import pytest
 
 from raycl import storage
 from raycl.data.columns import ColumnNames
+from raycl.data.discovery import find_source
 from raycl.data.images import InvalidImageError
-from raycl.data.sources import Source, find_source
+from raycl.data.sources import Source
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.negatives.snapshot import write_rows
 from raycl.negatives.store import Negatives

@@ -221,7 +221,7 @@ def test_a_batch_has_the_embeddings_of_its_ids(strategy: Any, tmp_path: Path) ->
     settings = write_guide(tmp_path, **sides)
     settings = settings.model_copy(update={"margin": 0.25, "margin_strategy": strategy})
     tables = read_guide(settings, [table], names)
-    guide = PairTransform(guide=tables).example_ids(rows.take(np.arange(7, 20))).guide
+    guide = PairTransform(guide=tables).ids_and_negatives(rows.take(np.arange(7, 20)))[0].guide
     assert guide is not None
     numbers = {side: torch.tensor(vectors) / 3 for side, (_, vectors) in sides.items()}
     ids = {role: values[role][7:20] for role in ("query_id", "document_id")}
@@ -248,7 +248,7 @@ def test_both_views_of_a_sample_have_its_embedding(name: str, role: str, tmp_pat
     table = pa.Table.from_batches([rows.arrow_rows(np.arange(len(rows)))])
     tables = read_guide(config.negatives.guide, [table], [])
     transform = build_transform(config, vocabulary().tokenizer, tables)
-    guide = transform.with_image_size(16).example_ids(rows.take(np.arange(7, 20))).guide
+    guide = transform.with_image_size(16).ids_and_negatives(rows.take(np.arange(7, 20)))[0].guide
     assert guide is not None
     vectors = torch.tensor(embeddings(range(40), seed=1)[1][7:20]) / 3
     assert torch.allclose(guide.query.float(), vectors, atol=1e-3)

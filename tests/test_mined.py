@@ -445,21 +445,20 @@ def test_mined_documents_follow_the_explicit_negatives_with_their_texts_and_ids(
     mined = negatives_of(corpus, any_table(corpus))
     batch = rows.take(np.arange(20), epoch=1)
     plain, transform = PairTransform(), PairTransform(mined=mined)
-    documents, explicit = mined.draw(batch).document, plain.example_ids(batch).negative
+    documents, explicit = mined.draw(batch).document, plain.ids_and_negatives(batch)[0].negative
     assert explicit is not None
     assert corpus.document_id is not None
     added = np.stack([corpus.document.text_id[documents], corpus.document_id[documents]], axis=1)
-    names = transform.example_ids(batch).negative
-    assert names is not None
-    assert torch.equal(names, torch.cat([explicit, torch.from_numpy(added)]))
-    tokens = transform.negatives(batch)
+    names, tokens = transform.ids_and_negatives(batch)
+    assert names.negative is not None
+    assert torch.equal(names.negative, torch.cat([explicit, torch.from_numpy(added)]))
     assert tokens is not None
     for number, row in zip(documents, tokens[len(explicit) :], strict=True):
         length = corpus.document.lengths[number]
         assert row[:length].tolist() == corpus.document.take(np.array([number])).values.tolist()
         assert not row[length:].any()
-    without = PairTransform(explicit=False, mined=mined)
-    assert torch.equal(without.example_ids(batch).negative, torch.from_numpy(added))  # type: ignore[arg-type]
+    without, _ = PairTransform(explicit=False, mined=mined).ids_and_negatives(batch)
+    assert torch.equal(without.negative, torch.from_numpy(added))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

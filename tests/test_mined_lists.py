@@ -253,9 +253,8 @@ def test_each_row_gets_candidates_of_the_text_it_shows_and_never_its_own_texts(
     seen, fractions = set[int](), []
     for epoch in range(30):
         batch = data.take(np.arange(0, NUM_ROWS, 2), epoch=epoch)
-        ids = transform.example_ids(batch)
+        ids, negatives = transform.ids_and_negatives(batch)
         assert ids.negative is not None
-        negatives = transform.negatives(batch)
         assert negatives is not None
         drawn = ids.negative[:, 0].reshape(len(batch), NUM).tolist()
         fractions.append(mined.metrics(step=5)["mined_random_fraction"])
@@ -290,7 +289,8 @@ def test_mined_texts_change_as_the_words_of_views_do_each_on_its_own(name: str) 
     config = config_of(name, **{"text_augment.deletion": 0.5})
     transform = build_transform(config, vocabulary().tokenizer, None, mined)
     batch = data.take(np.arange(20), epoch=4)
-    changed, plain = transform.negatives(batch), mined.tokens(mined.draw(batch))
+    _, changed = transform.ids_and_negatives(batch)
+    plain = built.corpus.document.take(mined._last.document)
     assert changed is not None
     text: Any = transform.caption if name == "clip" else transform  # type: ignore[attr-defined]
     assert isinstance(text, TextTransform)
@@ -330,7 +330,7 @@ def test_a_mined_text_is_no_negative_of_any_row_that_has_it(name: str, num_known
     num_shared = 0
     for epoch in range(40):
         batch = data.take(np.sort(random.permutation(NUM_ROWS)[:16]), epoch=epoch)
-        given, plain = (each.example_ids(batch) for each in (mined_transform, plain_transform))
+        given, plain = (each.ids_and_negatives(batch)[0] for each in (mined_transform, plain_transform))
         ids, plain = (IdExchange(torch.device("cpu")).start(each)() for each in (given, plain))
         assert given.negative is not None
         assert ids.negative is not None
@@ -353,14 +353,16 @@ def test_rows_that_share_a_text_are_no_duplicates_unless_it_is_shown_or_mined(na
     texts = [text_ids(name, rows)[each] for each in built.corpus.document.text_id.tolist()]
     transform, epochs = build_transform(config_of(name), vocabulary().tokenizer), range(12)
     batches = [data.take(np.arange(3), epoch=epoch) for epoch in epochs]
-    plain = [IdExchange(torch.device("cpu")).start(transform.example_ids(each))() for each in batches]
+    plain = [
+        IdExchange(torch.device("cpu")).start(transform.ids_and_negatives(each)[0])() for each in batches
+    ]
     assert {masked(ids, ids.key)[0][1] for ids in plain} == {False, True}
     for text in ("d one", "both"):
         document = np.full((len(built.corpus.positive), CANDIDATES), texts.index(text), np.int32)
         mined = mined_of(built, MinedTable(document=document, step=np.zeros_like(document), query_step=0))
         transform = build_transform(config_of(name), vocabulary().tokenizer, None, mined)
         for batch, without in zip(batches, plain, strict=True):
-            ids = IdExchange(torch.device("cpu")).start(transform.example_ids(batch))()
+            ids = IdExchange(torch.device("cpu")).start(transform.ids_and_negatives(batch)[0])()
             assert ids.negative is not None
             is_own = text == "both"
             assert masked(ids, ids.negative) == [[is_own] * 3 * NUM] * 2 + [[False] * 3 * NUM]
@@ -399,7 +401,7 @@ def test_a_mined_text_of_another_row_in_the_batch_is_no_negative_of_that_row(nam
     num_unshown = 0
     for epoch in range(12):
         batch = data.take(np.arange(4), epoch=epoch)
-        given = transform.example_ids(batch)
+        given, _ = transform.ids_and_negatives(batch)
         assert given.negative is not None
         ids = IdExchange(torch.device("cpu")).start(given)()
         # Each row's negative is the text of the next row, and equals that row's query: a false negative of it alone.

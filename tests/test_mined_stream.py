@@ -290,8 +290,8 @@ def stream_of(rows: InMemoryDataset, mined: MinedNegatives) -> StreamingSampler:
 
 def same_negatives(transform: Transform, other: Transform, batch: Batch) -> bool:
     """Whether two transforms give a batch the same negatives, by names and by tokens."""
-    mine, others = ([each.example_ids(batch).negative, each.negatives(batch)] for each in (transform, other))
-    pairs = list(zip(mine, others, strict=True))
+    found = [each.ids_and_negatives(batch) for each in (transform, other)]
+    pairs = list(zip(*((ids.negative, tokens) for ids, tokens in found), strict=True))
     return all(a is b is None or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
 
 

@@ -16,9 +16,9 @@ import pytest
 import raycl
 from raycl.config import RunConfig
 from raycl.data.columns import ColumnNames
+from raycl.data.discovery import find_source
 from raycl.data.in_memory import Batch, InMemoryDataset
 from raycl.data.sampler import BatchShard, InMemorySampler, MixedSampler, batch_counts
-from raycl.data.sources import find_source
 from raycl.errors import ConfigError, RayclError
 from raycl.recipes import recipe
 from raycl.storage import Place
@@ -327,8 +327,8 @@ def test_equal_class_names_of_two_data_sets_are_one_class(tmp_path: Path) -> Non
     samples = DataModule(run_of(), None, [find_source(each) for each in (first, second)])
     assert samples.classes == ("ant", "cat", "dog")
     sources = [each.source for each in samples.data_sets if each.source]
-    labels = [label for source in sources for part in source.fragments for label in part.labels]
-    assert labels == [1, 2, 0, 1, 2]
+    read = [rows for source in sources for part in source.fragments for rows in source.read(part)]
+    assert [label for rows in read for label in rows.label.tolist()] == [1, 2, 0, 1, 2]
 
 
 @pytest.mark.parametrize(

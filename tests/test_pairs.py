@@ -169,7 +169,7 @@ def test_rows_with_one_text_and_with_several_share_a_batch() -> None:
     expected = vocabulary().tokenizer.encode([TEXTS[0], TEXTS[1], TEXTS[3], TEXTS[4]], 10)
     for row, tokens in zip(drawing.plain(batch).on(CPU), expected, strict=True):
         assert row.equal(padded_to(tokens.astype(np.int64), len(row)))
-    assert drawing.negatives(batch) is None
+    assert drawing.ids_and_negatives(batch)[1] is None
 
 
 def embedded(config: RunConfig, rows: InMemoryDataset, *, training: bool) -> tuple[Tensor, Tensor]:
@@ -218,7 +218,7 @@ def test_texts_are_identified_by_the_shown_text_and_for_slots_by_sample() -> Non
     texts = [TEXTS[:2], [TEXTS[2], TEXTS[1]], TEXTS[0].upper(), TEXTS[3:5], TEXTS[5]]
     rows = rows_of(config, {"text": texts})
     drawing = drawing_of(config)
-    known = drawing.example_ids(whole(rows))
+    known, _ = drawing.ids_and_negatives(whole(rows))
     assert known.negative is None
     shown = [drawing.shown(whole(rows), number).text_id.tolist() for number in (0, 1)]
     assert known.query.T.tolist() == shown
@@ -232,7 +232,7 @@ def test_texts_are_identified_by_the_shown_text_and_for_slots_by_sample() -> Non
     stored = torch.tensor([shown[0][0], shown[1][0], 5])
     assert ids.of(stored).tolist() == [first, first, 5]
     slots = small_config("simcse", {"key": "memory_bank", "negatives.store": "memory_bank"})
-    assert drawing_of(slots).example_ids(whole(rows)).query[:, 0].tolist() == [0, 1, 2, 3, 4]
+    assert drawing_of(slots).ids_and_negatives(whole(rows))[0].query[:, 0].tolist() == [0, 1, 2, 3, 4]
 
 
 # Pairs
@@ -247,7 +247,7 @@ def test_queries_are_view_0_and_documents_are_view_1_unchanged() -> None:
         (drawing.plain(batch).on(CPU), "query", 10),
         (drawing.view(batch, 1).on(CPU), "document", 14),
         (drawing.plain_key(batch).on(CPU), "document", 14),
-        (drawing.negatives(batch), "negatives", 14),
+        (drawing.ids_and_negatives(batch)[1], "negatives", 14),
     ):
         texts = values[role] if role != "negatives" else [text for row in values[role] for text in row]
         expected = vocabulary().tokenizer.encode(texts, length)
@@ -261,23 +261,23 @@ def test_a_batch_without_explicit_negatives_has_none() -> None:
     config = small_config()
     values = clicks(6, num_negatives=[0, 0, 0, 2])
     drawing, rows = drawing_of(config), rows_of(config, values)
-    assert drawing.negatives(rows.take(np.array([0, 1, 2]))) is None
-    known = drawing.example_ids(rows.take(np.array([0, 1, 2]))).negative
-    assert known is not None
-    assert known.shape == (0, 2)
+    known, tokens = drawing.ids_and_negatives(rows.take(np.array([0, 1, 2])))
+    assert tokens is None
+    assert known.negative is not None
+    assert known.negative.shape == (0, 2)
     without = {role: values[role] for role in ("query", "document")}
     batch = whole(rows_of(config, without))
-    assert drawing.negatives(batch) is None
-    assert drawing.example_ids(batch).negative is None
+    known, tokens = drawing.ids_and_negatives(batch)
+    assert tokens is known.negative is None
 
 
 def test_unused_explicit_negatives_are_omitted() -> None:
     config = small_config(settings={"negatives.explicit": False})
     values = clicks(6, num_negatives=[2])
     batch = whole(rows_of(config, values))
-    assert drawing_of(config).negatives(batch) is None
-    known, all_known = drawing_of(config).example_ids(batch), drawing_of(small_config()).example_ids(batch)
-    assert known.negative is None
+    known, tokens = drawing_of(config).ids_and_negatives(batch)
+    all_known, _ = drawing_of(small_config()).ids_and_negatives(batch)
+    assert tokens is known.negative is None
     assert known.query.equal(all_known.query)
     assert known.key.equal(all_known.key)
 
@@ -289,8 +289,10 @@ def test_a_pair_draws_some_of_its_explicit_negatives_in_each_epoch() -> None:
         [f"{row}-{place}" for place in range(len(each))] for row, each in enumerate(values["negatives"])
     ]
     rows, drawing = rows_of(config, values), drawing_of(config)
-    everything = drawing_of(small_config()).example_ids(whole(rows)).negative
+    all_known, shown = drawing_of(small_config()).ids_and_negatives(whole(rows))
+    everything = all_known.negative
     assert everything is not None
+    assert shown is not None
     place_of = {number: place for place, number in enumerate(everything[:, 1].tolist())}
     counts = np.array([len(each) for each in values["negatives"]])
     owner = np.repeat(np.arange(40), counts)
@@ -298,14 +300,13 @@ def test_a_pair_draws_some_of_its_explicit_negatives_in_each_epoch() -> None:
     for epoch in range(30):
         order = np.random.default_rng(epoch).permutation(40)
         batch = rows.take(order, epoch=epoch)
-        ids, tokens = drawing.example_ids(batch).negative, drawing.negatives(batch)
+        known, tokens = drawing.ids_and_negatives(batch)
+        ids = known.negative
         assert ids is not None
         assert tokens is not None
         places = [place_of[number] for number in ids[:, 1].tolist()]
         # Texts and ids are those of the same negatives, of each row in the order of the batch.
         assert ids.equal(everything[places])
-        shown = drawing_of(small_config()).negatives(whole(rows))
-        assert shown is not None
         assert all(
             row[:14].equal(padded_to(shown[place][shown[place] != 0].numpy(), len(row)))
             for row, place in zip(tokens, places, strict=True)
@@ -314,7 +315,7 @@ def test_a_pair_draws_some_of_its_explicit_negatives_in_each_epoch() -> None:
         for place in places:
             seen[owner[place]].add(place)
         # A row draws the same, whatever its batch.
-        alone = drawing.example_ids(rows.take(order[:7], epoch=epoch)).negative
+        alone = drawing.ids_and_negatives(rows.take(order[:7], epoch=epoch))[0].negative
         assert alone is not None
         assert alone.equal(ids[: len(alone)])
     assert [len(each) for each in seen] == counts.tolist()
@@ -324,7 +325,7 @@ def names_of(*roles: str) -> ExampleIds:
     values = clicks(30, num_negatives=[2, 0, 3])
     config = small_config()
     batch = whole(rows_of(config, {role: values[role] for role in ("query", "document", *roles)}))
-    return drawing_of(config).example_ids(batch)
+    return drawing_of(config).ids_and_negatives(batch)[0]
 
 
 def test_pairs_are_identified_by_texts_and_by_ids_if_present() -> None:
@@ -388,7 +389,7 @@ def planted(*, with_ids: bool) -> ExampleIds:
             "negative_ids": [[name for _, name in row] for row in NEGATIVES],
         }
     config = small_config()
-    return drawing_of(config).example_ids(whole(rows_of(config, values)))
+    return drawing_of(config).ids_and_negatives(whole(rows_of(config, values)))[0]
 
 
 @pytest.mark.parametrize(
@@ -501,7 +502,7 @@ def test_captions_are_identified_by_the_shown_text_and_images_by_id() -> None:
     known_by = {}
     for epoch in range(20):
         batch = whole(rows, epoch=epoch)
-        known, tokens = drawing.example_ids(batch), drawing.view(batch, 1).on(CPU)
+        (known, _), tokens = drawing.ids_and_negatives(batch), drawing.view(batch, 1).on(CPU)
         assert known.query[:, 0].tolist() == [0, 1, 2, 3]
         assert known.negative is None
         for row, name in zip(tokens, known.key[:, 0].tolist(), strict=True):
@@ -525,7 +526,7 @@ def test_frequencies_are_log_shares_of_documents_and_negatives() -> None:
     counts = Counter(texts)
     rows = rows_of(config, values)
     frequencies = counted(rows, explicit=True)
-    known = drawing_of(config).example_ids(whole(rows))
+    known, _ = drawing_of(config).ids_and_negatives(whole(rows))
     assert known.negative is not None
     ids = torch.cat([known.key, known.negative])[:, 0]
     expected = torch.tensor([counts[text] / len(texts) for text in texts]).log()
@@ -540,7 +541,7 @@ def test_frequencies_are_log_shares_of_documents_and_negatives() -> None:
 def test_unused_explicit_negatives_do_not_count() -> None:
     values = clicks(50, num_negatives=[2, 0, 3])
     rows = rows_of(small_config(), values)
-    known = drawing_of(small_config()).example_ids(whole(rows)).key[:, 0]
+    known = drawing_of(small_config()).ids_and_negatives(whole(rows))[0].key[:, 0]
     counts = Counter(values["document"])
     expected = torch.tensor([counts[text] / 50 for text in values["document"]]).log()
     assert torch.allclose(counted(rows, explicit=False)(known), expected)
@@ -724,11 +725,11 @@ def test_images_are_evaluated_by_the_caption_that_is_embedded() -> None:
 def test_the_frequency_and_the_id_of_a_document_do_not_depend_on_its_batch() -> None:
     config = small_config()
     documents = {"query": ["one", "two", "three"], "document": TEXTS[:3], "document_id": ["7", "7", "8"]}
-    together = assigned(drawing_of(config).example_ids(whole(rows_of(config, documents))))
+    together = assigned(drawing_of(config).ids_and_negatives(whole(rows_of(config, documents)))[0])
     assert together.key[0] == together.key[1] != together.key[2]
     for row in range(3):
         alone = {role: values[row : row + 1] for role, values in documents.items()}
-        ids = assigned(drawing_of(config).example_ids(whole(rows_of(config, alone))))
+        ids = assigned(drawing_of(config).ids_and_negatives(whole(rows_of(config, alone)))[0])
         assert ids.stored_key[0] == together.stored_key[row]
         # A queue returns the same document under this id from an earlier step.
         assert together.of(ids.stored_key)[0] == together.key[row]

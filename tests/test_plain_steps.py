@@ -281,7 +281,7 @@ def test_averaged_weights_continue_from_a_checkpoint_to_the_last_bit() -> None:
 
 def names_of(worker: Worker, rows: Batch) -> ExampleIds:
     weight = in_memory.weights_of(rows)
-    names = worker.maker.transform.example_ids(rows)
+    names, _ = worker.maker.transform.ids_and_negatives(rows)
     return names if weight is None else replace(names, weight=torch.from_numpy(weight))
 
 

@@ -11,10 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from raycl.data.columns import ColumnNames
+from raycl.data.discovery import find_source
 from raycl.data.images import ImageFormat
 from raycl.data.in_memory import pixels_of
 from raycl.data.read_stats import ReadStats
-from raycl.data.sources import Source, find_source
+from raycl.data.sources import Source
 from raycl.errors import ConfigError, DataError, RayclError
 from raycl.inference.reading import read_images
 from raycl.preparation import _image_tables, gather_texts, make_tokenizer, pack_images, pack_rows

@@ -74,7 +74,7 @@ def inputs(config: RunConfig, values: dict[str, list[Any]]) -> list[Tensor]:
         transform.plain(batch),
         transform.plain_key(batch),
     ]
-    negatives = transform.negatives(batch)
+    _, negatives = transform.ids_and_negatives(batch)
     found = [each.on(torch.device("cpu")) for each in drawn] + [transform.plain_key_id(batch)]
     return found if negatives is None else [*found, negatives]
 

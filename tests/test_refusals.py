@@ -18,7 +18,8 @@ import pytest
 import raycl
 from raycl.config.overrides import config_to_yaml
 from raycl.data.columns import ColumnNames
-from raycl.data.sources import Source, check_output_is_outside, find_source
+from raycl.data.discovery import check_output_is_outside, find_source
+from raycl.data.sources import Source
 from raycl.errors import ConfigError, DataError, RayclError
 from raycl.evaluation.classification import evaluate
 from raycl.gpus import accelerators, are_missing, check_accelerator, check_bfloat16
@@ -202,7 +203,7 @@ def test_a_data_set_is_listed_once_for_both_image_size_and_checks(
         listed.append(uri)
         return find_source(uri, columns)
 
-    for module in ("raycl.data.sources", "raycl.training.preflight"):
+    for module in ("raycl.data.discovery", "raycl.training.preflight"):
         monkeypatch.setattr(f"{module}.find_source", find)
     monkeypatch.setattr("raycl.training.launch.train_validated", lambda run, **_: run.sources[0])
     data = str(write_digits(tmp_path / "digits.parquet", 40))

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from raycl.config.overrides import override
 from raycl.data.codecs import store_all
 from raycl.data.columns import ColumnNames, check_labels
+from raycl.data.discovery import find_source
 from raycl.data.in_memory import InMemoryDataset, weights_of
 from raycl.data.sampler import BatchShard, InMemorySampler, MixedSampler
-from raycl.data.sources import RawRows, find_source
+from raycl.data.sources import RawRows
 from raycl.data.weights import WeightFormat, check_weight_columns
 from raycl.errors import ConfigError, DataError
 from raycl.losses import clip, nt_xent, supcon

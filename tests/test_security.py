@@ -24,8 +24,8 @@ from PIL import EpsImagePlugin
 
 from raycl.config.overrides import config_from_yaml, config_to_yaml, parse_setting
 from raycl.data.columns import ColumnNames
+from raycl.data.discovery import find_source
 from raycl.data.images import ImageFormat, InvalidImageError
-from raycl.data.sources import find_source
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.inference.checkpoint_encoder import load_checkpoint_encoder
 from raycl.inference.encoder import load_encoder

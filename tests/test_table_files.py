@@ -29,13 +29,14 @@ from raycl.data.click_logs import is_clicked, labels_as_given
 from raycl.data.codecs import Formats
 from raycl.data.columns import ColumnNames, UnlabeledColumnNames
 from raycl.data.decode import Decoder
+from raycl.data.discovery import check_exists, find_source
 from raycl.data.fingerprint import fingerprint
 from raycl.data.ids import IdFormat
 from raycl.data.images import ImageFormat
 from raycl.data.lance_tables import _open_version
 from raycl.data.patterns import expand, folder_of
 from raycl.data.read_stats import ReadStats
-from raycl.data.sources import Source, check_exists, find_source
+from raycl.data.sources import Source
 from raycl.data.texts import TextFormat, TextsFormat
 from raycl.data.weights import WeightFormat
 from raycl.doctor.data import _describe, _find, sample_rows
@@ -141,7 +142,7 @@ def assert_same(source: Source, expected: Source) -> None:
 def small_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a file have several fragments, and these several blocks."""
     if request.param is not None:
-        monkeypatch.setattr("raycl.data.sources.ROWS_PER_FRAGMENT", request.param)
+        monkeypatch.setattr("raycl.data.discovery.ROWS_PER_FRAGMENT", request.param)
         monkeypatch.setattr("raycl.data.tables.BATCH_ROWS", 3)
         monkeypatch.setattr("raycl.data.tar_tables.BATCH_ROWS", 4)
         monkeypatch.setattr("raycl.data.lance_tables.BATCH_ROWS", 4)

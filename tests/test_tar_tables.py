@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from raycl.data import tar_tables
 from raycl.data.columns import ColumnNames
+from raycl.data.discovery import find_source
 from raycl.data.read_stats import ReadStats
-from raycl.data.sources import find_source
 from raycl.data.tar_tables import TarTables
 from raycl.errors import DataError
 from raycl.preparation import _row_tables
@@ -141,7 +141,7 @@ def test_only_the_files_that_are_needed_are_read(
 
     original = tar_tables._content
     monkeypatch.setattr(tar_tables, "_content", content)
-    monkeypatch.setattr("raycl.data.sources.ROWS_PER_FRAGMENT", 2)
+    monkeypatch.setattr("raycl.data.discovery.ROWS_PER_FRAGMENT", 2)
     samples = [{"png": b"1", "txt": b"a", "cls": b"1"} for _ in range(6)]
     source = find_source(str(write_tar(tmp_path / f"a.{ending}", samples)))
     assert [name.rpartition(".")[2] for name in contents] == ["cls"] * 6

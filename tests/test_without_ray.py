@@ -66,7 +66,7 @@ def expected(run: str, num_images: int) -> Tensor:
 def test_a_small_set_is_embedded_in_this_process(
     run: str, tmp_path: Path, connected: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raycl.data.sources.ROWS_PER_FRAGMENT", 100)  # so that threads decode several
+    monkeypatch.setattr("raycl.data.discovery.ROWS_PER_FRAGMENT", 100)  # so that threads decode several
     data = write_digits(tmp_path / "digits.parquet", 800, broken=5)
     table = pq.read_table(data).take(np.random.default_rng(0).permutation(800))
     table = table.append_column("key", pa.array(range(7, 807)))

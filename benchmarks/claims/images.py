@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raycl.config import RunConfig
+from raycl.data.discovery import find_source
 from raycl.data.images import ImageFormat
 from raycl.data.in_memory import InMemoryDataset, pixels_of
-from raycl.data.sources import Source, find_source
+from raycl.data.sources import Source
 from raycl.errors import DataError
 from raycl.inference.reading import read_images
 from raycl.storage import Place, absolute

@@ -84,7 +84,7 @@ def plan_run(
     gray, sources = requested.data.channels == 1, ()
     if size is None or (not gray and requested.data.kind == "image" and size <= SMALL):
         # Here, since these modules take a second to import, and wrong settings are refused before.
-        from raycl.data.sources import find_source
+        from raycl.data.discovery import find_source
         from raycl.training.preflight import column_names
 
         columns = column_names(requested)
@@ -247,7 +247,7 @@ def _first_images(data: "Source | ray.data.Dataset", columns: "ColumnNames") -> 
     if isinstance(data, Source):
         # Of a folder of images, read no other files.
         paths = data.fragments[0].paths[:NUM_PEEKED]
-        first = next(data.read(replace(data.fragments[0], paths=paths, labels=())), None)
+        first = next(data.read(replace(data.fragments[0], paths=paths)), None)
         return [] if first is None else list(first.values["image"][:NUM_PEEKED])
     from raycl.data.decode import columns_of
 

@@ -33,7 +33,6 @@ class ArrowTables:
 
     name = "arrow"
     endings = (".arrow", ".feather")
-    holds_images = True
 
     def inspect(self, place: Place, columns: ColumnNames) -> TableFile:
         """Return the number of rows and the schema; reads no rows of a local file."""
@@ -42,7 +41,7 @@ class ArrowTables:
             roles_in(place, schema.names, columns)
             num_rows = sum(batch.num_rows for batch in _batches(source, _narrowest(schema)))
             # The files have no index of rows, so a part is found from the beginning: at most eight parts.
-            return TableFile(group_sizes=[num_rows], schema=schema)
+            return TableFile(place=place, group_sizes=[num_rows], schema=schema)
 
     def shared_types(self, schemas: Sequence[pa.Schema], *, where: str) -> None:
         """Return None: each file has its own types."""

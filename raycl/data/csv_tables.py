@@ -39,7 +39,6 @@ class CsvTables:
 
     name = "csv"
     endings = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
-    holds_images = False
 
     def inspect(self, place: Place, columns: ColumnNames) -> TableFile:
         """Read the file once."""
@@ -53,7 +52,7 @@ class CsvTables:
         num_rows, integers = _count(place, list(roles), len(names))
         kinds = {name: _type(each, is_integer=name in integers) for name, each in roles.items()}
         schema = pa.schema([(name, kinds.get(name, pa.string())) for name in names])
-        return TableFile(group_sizes=[num_rows], schema=schema)
+        return TableFile(place=place, group_sizes=[num_rows], schema=schema)
 
     def shared_types(self, schemas: Sequence[pa.Schema], *, where: str) -> pa.Schema:
         """Return the types of the columns; one with integers in some files and text in others is text."""

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from raycl.data.codecs import list_lengths
 from raycl.data.columns import is_list, is_number
+from raycl.data.discovery import existing
 from raycl.data.ids import entity_id, stable_id, why_invalid
 from raycl.data.parquet_tables import open_parquet
-from raycl.data.sources import existing
 from raycl.errors import DataError
 from raycl.storage import Place
 

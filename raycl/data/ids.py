@@ -10,24 +10,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from raycl.data.codecs import list_lengths, to_numpy
+from raycl.data.codecs import to_numpy
 from raycl.errors import DataError, InvalidValueError
 
 _INTEGER = re.compile(rb"0|-?[1-9][0-9]{0,19}")  # as Python writes it: "007" and "7" are different ids
 _64_BITS = range(-(2**63), 2**64)
 EXACT = 2**53  # integers below it are exact as float64
-
-
-@final
-@dataclass(frozen=True)
-class Ids:
-    """One id per row; with lists, ``counts`` [batch] ids per row, concatenated in ``values``."""
-
-    values: NDArray[np.int64]
-    counts: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.counts)
 
 
 @final
@@ -45,9 +33,9 @@ class IdFormat:
         """Return the column ``id``, of lists."""
         return {"id": pa.array(decoded, pa.list_(pa.int64()))}
 
-    def read(self, columns: Mapping[str, Any]) -> Ids:
-        """Return the ids of these columns."""
-        return Ids(to_numpy(columns["id"].flatten()), list_lengths(columns["id"]))
+    def read(self, columns: Mapping[str, Any]) -> NDArray[np.int64]:
+        """Return the ids of these columns; lists are joined."""
+        return to_numpy(columns["id"].flatten())
 
     def _numbers(self, value: Any) -> list[int] | InvalidValueError:
         values = [value]

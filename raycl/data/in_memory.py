@@ -3,18 +3,17 @@
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self, final
+from typing import Any, Self, final
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from raycl.data.codecs import Formats, read_all, store_all
-from raycl.data.ids import Ids
 from raycl.data.images import Pixels
 from raycl.data.texts import TokenLists, Tokens, num_tokens
 
-Content = Pixels | Tokens | TokenLists | Ids | NDArray[np.float64]
+Content = Pixels | Tokens | TokenLists | NDArray[Any]  # ids or weights
 
 
 @final
@@ -143,10 +142,10 @@ def texts_of(batch: Batch, role: str) -> TokenLists:
     return texts
 
 
-def ids_of(batch: Batch, role: str) -> Ids | None:
-    """Return the ids of a batch in this role, if it has any."""
+def ids_of(batch: Batch, role: str) -> NDArray[np.int64] | None:
+    """Return the ids of a batch in this role, if it has any; lists of ids are joined."""
     ids = batch.contents.get(role)
-    assert ids is None or isinstance(ids, Ids), f"the role {role} holds ids"
+    assert ids is None or isinstance(ids, np.ndarray), f"the role {role} holds ids"
     return ids
 
 

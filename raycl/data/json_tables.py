@@ -36,7 +36,6 @@ class JsonTables:
 
     name = "jsonl"
     endings = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
-    holds_images = False
 
     def inspect(self, place: Place, columns: ColumnNames) -> TableFile:
         """Read the file once."""
@@ -46,8 +45,10 @@ class JsonTables:
             for field in rows.schema:
                 found.setdefault(field.name, []).append(_plain(field.type))
         if not num_rows:
-            return TableFile(group_sizes=[], schema=pa.schema([]))
-        return TableFile(group_sizes=[num_rows], schema=found_schema(place, columns, found, common_type))
+            return TableFile(place=place, group_sizes=[], schema=pa.schema([]))
+        return TableFile(
+            place=place, group_sizes=[num_rows], schema=found_schema(place, columns, found, common_type)
+        )
 
     def shared_types(self, schemas: Sequence[pa.Schema], *, where: str) -> pa.Schema:
         """Return the types of the columns; raises ``DataError`` if two files differ."""

@@ -23,7 +23,6 @@ class LanceTables:
 
     name = "lance"
     endings = ()
-    holds_images = True
 
     def inspect(self, place: Place, columns: ColumnNames) -> TableFile:
         """Return the number of rows and the schema; reads no rows."""
@@ -32,7 +31,7 @@ class LanceTables:
             check_plain(fragment.schema, str(place))
             groups, rest = divmod(fragment.count_rows(), _GROUP_ROWS)
             schema = fragment.scanner(blob_handling="all_binary").projected_schema
-            return TableFile(group_sizes=[_GROUP_ROWS] * groups + [rest], schema=schema)
+            return TableFile(place=place, group_sizes=[_GROUP_ROWS] * groups + [rest], schema=schema)
 
     def shared_types(self, schemas: Sequence[pa.Schema], *, where: str) -> None:
         """Return None: the table has its own types."""

@@ -18,14 +18,13 @@ class ParquetTables:
 
     name = "parquet"
     endings = (".parquet",)
-    holds_images = True
 
     def inspect(self, place: Place, columns: ColumnNames) -> TableFile:
         """Return the sizes of the row groups and the schema."""
         with open_parquet(place) as file:
             metadata = file.metadata
             sizes = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
-            return TableFile(group_sizes=sizes, schema=file.schema_arrow)
+            return TableFile(place=place, group_sizes=sizes, schema=file.schema_arrow)
 
     def shared_types(self, schemas: Sequence[pa.Schema], *, where: str) -> None:
         """Return None: each file has its own types."""

@@ -1,62 +1,37 @@
-"""Sources: the files at an address, cut into fragments that Ray tasks read."""
+"""Sources: data sets that were found, cut into fragments that Ray tasks read."""
 
 import hashlib
 import json
-import os
-import posixpath
-import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from raycl.data.arrow_tables import ArrowTables, unread_files
+from raycl.data.arrow_tables import ArrowTables
 from raycl.data.columns import ColumnNames, is_list, is_text
 from raycl.data.csv_tables import CsvTables
-from raycl.data.delta_tables import LOG, delta_files
-from raycl.data.iceberg_tables import METADATA, find_metadata, open_iceberg
 from raycl.data.ids import content_ids, stable_ids
-from raycl.data.images import EXTENSIONS, is_image_struct, read_image, stored_images
+from raycl.data.images import is_image_struct, read_image, stored_images
 from raycl.data.json_tables import JsonTables
-from raycl.data.labels import (
-    NO_LABEL,
-    are_numbers,
-    class_names,
-    distinct_labels,
-    inexact_label,
-    label_numbers,
-    names_of_integers,
-)
-from raycl.data.lance_tables import LanceTables, is_lance, lance_fragments
+from raycl.data.labels import NO_LABEL, label_numbers
+from raycl.data.lance_tables import LanceTables
 from raycl.data.parquet_tables import ParquetTables
-from raycl.data.patterns import expand, folder_of, is_pattern
+from raycl.data.patterns import folder_of
 from raycl.data.prefetch import Prefetched
 from raycl.data.split import Keep
-from raycl.data.tables import TableFormat, reading, roles_in
+from raycl.data.tables import TableFormat
 from raycl.data.tar_tables import TarTables
-from raycl.data.weights import check_weight_columns
-from raycl.errors import ConfigError, DataError
-from raycl.storage import Place, absolute
+from raycl.storage import Place
 
-ROWS_PER_FRAGMENT = 2_048
-_ENOUGH_PARTS = 256  # of large row groups in all files, to read in parallel
-_PARQUET = ParquetTables()
-_PARQUET_MARK = b"PAR1"  # the first bytes of each file
-_LANCE = LanceTables()
-_VERSIONED = ("delta", "iceberg", "lance")  # their files may move when the table is compacted
-_READERS: tuple[TableFormat, ...] = (_PARQUET, CsvTables(), JsonTables(), ArrowTables(), TarTables(), _LANCE)
-_FORMATS: dict[str, TableFormat] = {
-    **{each.name: each for each in _READERS},
-    "delta": _PARQUET,  # a log beside parquet files
-    "iceberg": _PARQUET,
-}
-_SPLITS = {"train", "training", "dev", "val", "valid", "validation", "eval", "test", "testing", "unlabeled"}
-FORMATS = "parquet, CSV, JSONL, Arrow, tar"
+FILES: tuple[TableFormat, ...] = (ParquetTables(), CsvTables(), JsonTables(), ArrowTables(), TarTables())
+# Their files may move when the table is compacted. Delta and Iceberg list parquet files.
+_VERSIONED: dict[str, TableFormat] = {"delta": FILES[0], "iceberg": FILES[0], "lance": LanceTables()}
+READERS = {each.name: each for each in FILES} | _VERSIONED
 
 
 @final
@@ -73,7 +48,6 @@ class Fragment:
     start: int = 0
     stop: int = 0
     paths: tuple[str, ...] = ()
-    labels: tuple[int, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -83,8 +57,7 @@ class Fragment:
     @property
     def place(self) -> Place:
         """The place of the table file."""
-        root = Place(folder_of(self.uri))
-        return root / self.file if self.file else root
+        return Place(folder_of(self.uri)) / self.file
 
     @property
     def name(self) -> str:
@@ -99,7 +72,7 @@ class Fragment:
     def from_json(text: str) -> "Fragment":
         """Parse the result of ``to_json``."""
         fields = json.loads(text)
-        return Fragment(**fields | {"paths": tuple(fields["paths"]), "labels": tuple(fields["labels"])})
+        return Fragment(**fields | {"paths": tuple(fields["paths"])})
 
 
 @final
@@ -200,15 +173,6 @@ class Source:
             )
         return lines
 
-    def with_classes(self, classes: tuple[str, ...]) -> "Source":
-        """Return the same rows with labels that number ``classes``, which contain the own names."""
-        numbers = [classes.index(name) for name in self.classes or ()]
-        fragments = tuple(
-            replace(fragment, labels=tuple(numbers[label] for label in fragment.labels))
-            for fragment in self.fragments
-        )
-        return replace(self, fragments=fragments, classes=classes)
-
     def read(self, fragment: Fragment, keep: Keep | None = None) -> Iterator[RawRows]:
         """Yield the rows of one fragment in batches; raises ``StorageError`` or ``DataError``.
 
@@ -221,7 +185,7 @@ class Source:
 
     def tables(self, fragment: Fragment, names: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
         """Yield (position in the file, rows) of a fragment of a table; only the columns ``names``."""
-        reader = _FORMATS[self.kind]
+        reader = READERS[self.kind]
         return reader.read(fragment.place, names, self.types, start=fragment.start, stop=fragment.stop)
 
     def sample_ids(self, fragments: Sequence[Fragment]) -> NDArray[np.int64]:
@@ -238,6 +202,7 @@ class Source:
 
     def _read_files(self, fragment: Fragment, keep: Keep | None) -> Iterator[RawRows]:
         root = Place(fragment.uri)
+        numbers = {name: number for number, name in enumerate(self.classes or ()) if self.has_labels}
         for start in range(0, len(fragment.paths), 256):
             paths = fragment.paths[start : start + 256]
             ids = np.arange(start, start + len(paths), dtype=np.int64) + fragment.first_id
@@ -245,7 +210,7 @@ class Source:
             with ThreadPoolExecutor(8) as pool:
                 read = pool.map(lambda path, kept: read_image(root / path) if kept else None, paths, wanted)
                 images = list(read)
-            labels = np.array(fragment.labels[start : start + 256] or [NO_LABEL] * len(paths), np.int64)
+            labels = np.array([numbers.get(path.split("/")[0], NO_LABEL) for path in paths], np.int64)
             yield RawRows(values={"image": images}, sample_id=ids, label=labels, where=list(paths))
 
     def _read_table(self, fragment: Fragment) -> Iterator[RawRows]:
@@ -262,331 +227,6 @@ class Source:
                 where=[f"{file} row {row}" for row in position.tolist()],
                 folder=folder,
             )
-
-
-def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
-    """Find the source at ``uri``: a file of rows, a folder or a pattern of them, a table, or a folder of images.
-
-    Raises ``DataError`` if nothing is there, a column is missing or a file is broken, ``StorageError`` if the storage
-    cannot be reached.
-    """
-    uri = absolute(uri)
-    columns = columns or ColumnNames()
-    if is_pattern(uri):
-        return _pattern_source(uri, columns)
-    place = existing(uri)
-    if table := _versioned_table(place, columns):
-        return table
-    if not place.is_folder():
-        return _table_source(uri, [""], columns, _format_of(place.name) or _unnamed_format(place))
-    files = [path for path, _ in place.files(underscored=EXTENSIONS)]  # cameras write _DSC0001.JPG
-    by_format: dict[str, list[str]] = {}
-    only_images = set(columns.contents) == {"image"}
-    unread = unread_files(uri, files)
-    for path in files:
-        found = _format_of(path)
-        if found and path not in unread and (found.holds_images or not only_images):
-            by_format.setdefault(found.name, []).append(path)
-    has_images = any(_ending(path) in EXTENSIONS for path in files)
-    if only_images and _PARQUET.name not in by_format and (has_images or not by_format):
-        return _folder_source(uri, files)
-    if not by_format:
-        raise DataError(
-            f"{uri} holds no files of rows ({FORMATS}), but {len(files)} others; give some with the columns "
-            f"{', '.join(columns.contents.values())}"
-        )
-    texts = [name for name in by_format if not _FORMATS[name].holds_images]
-    name, *others = [_PARQUET.name] if _PARQUET.name in by_format else texts or by_format
-    if others:
-        counts = ", ".join(f"{len(by_format[each])} {each}" for each in sorted([name, *others]))
-        raise DataError(f"{uri} holds files of several formats ({counts}); give a folder of one format")
-    found = _table_source(uri, by_format[name], columns, _FORMATS[name])
-    return replace(found, ignored=_endings(set(files).difference(by_format[name])))
-
-
-def check_exists(uri: str) -> None:
-    """Raise ``DataError`` if a data set or a file of a pattern does not exist."""
-    uri = absolute(uri)
-    if not is_pattern(uri):
-        existing(uri)
-        return
-    root = Place(folder_of(uri))
-    with ThreadPoolExecutor(8) as pool:
-        for place in pool.map(lambda file: existing((root / file).uri), expand(uri)):
-            if place.is_folder():
-                raise DataError(
-                    f"{place} is a folder, but the pattern {uri} must name files; give the folder"
-                )
-
-
-def check_output_is_outside(output: str, data: Iterable[str]) -> None:
-    """Raise ``ConfigError`` if an output lies in a folder of data, which its files would make unreadable."""
-    inner = _real(output)
-    for uri in data:
-        outer = _real(uri)
-        is_hidden = "/." in inner[len(outer) :]  # and no data
-        is_inside = f"{inner}/".startswith(f"{outer}/") and not is_hidden
-        if is_inside and Place(absolute(uri)).is_folder():
-            raise ConfigError(
-                f"the output {output} lies in the data at {uri}, which could not be read again beside other files; "
-                "give an --output outside of that folder"
-            )
-
-
-def _real(uri: str) -> str:
-    """Return an address without options and links, to compare it."""
-    return uri.partition("?")[0].rstrip("/") if "://" in uri else os.path.realpath(absolute(uri))
-
-
-def check_no_splits(source: Source) -> None:
-    """Raise ``DataError`` if the class folders of images are splits, such as train and test."""
-    if source.kind == "folder" and source.classes and {name.lower() for name in source.classes} <= _SPLITS:
-        folders = (shlex.quote((Place(source.uri) / split).uri) for split in source.classes)
-        given = " or ".join(f"--data {folder}" for folder in folders)
-        raise DataError(f"{source.uri} holds a data set in {len(source.classes)} splits; give {given}")
-
-
-def existing(uri: str) -> Place:
-    """Return the place of a dataset; raises ``DataError`` if nothing is there."""
-    uri = absolute(uri)
-    place = Place(uri)
-    if not place.exists():
-        raise DataError(
-            f"there is nothing at {uri}; give a file ({FORMATS}), a folder of them, a table (Delta, Iceberg, "
-            "Lance) or a folder of images"
-        )
-    return place
-
-
-def _format_of(name: str) -> TableFormat | None:
-    return next((each for each in _FORMATS.values() if name.lower().endswith(each.endings)), None)
-
-
-def _unnamed_format(place: Place) -> TableFormat:
-    """Return parquet, the only format whose files may have another name; raises ``DataError`` for other files."""
-    if _ending(place.name) in EXTENSIONS:
-        raise DataError(f"{place} is a single image; give the folder of the images")
-    with reading(place, _PARQUET.name, "write the file again"), place.open() as file:
-        if file.read(len(_PARQUET_MARK)) == _PARQUET_MARK:
-            return _PARQUET
-    if _ending(place.name) == ".txt":
-        raise DataError(
-            f'{place} is plain text; write each line as {{"text": "..."}} to a file that ends in .jsonl'
-        )
-    endings = ", ".join(ending for each in _READERS for ending in each.endings)
-    raise DataError(
-        f"{place} is not parquet, and its name has no ending of another format; convert it to {endings}"
-    )
-
-
-def _versioned_table(place: Place, columns: ColumnNames) -> Source | None:
-    """Return the newest version of a Delta, Iceberg or Lance table; None for another place."""
-    if not place.is_folder() and not place.name.endswith(METADATA):
-        return None
-    # A folder of images may have millions of names, so it is not listed here.
-    # A label that was found in the table was not asked for, so its type may be another.
-    if (place / LOG).is_folder():
-        files, found = delta_files(place, columns)
-        return _table_source(place.uri, files, replace(found, label=columns.label), _PARQUET, kind="delta")
-    if is_lance(place):
-        return _table_source(place.uri, lance_fragments(place, columns), columns, _LANCE)
-    if metadata := find_metadata(place):
-        table = open_iceberg(metadata, columns)
-        asked = replace(table.columns, label=columns.label)
-        found = _table_source(
-            table.place.uri, table.files, asked, _PARQUET, kind="iceberg", check=table.check
-        )
-        return replace(found, uri=place.uri)
-    return None
-
-
-def _pattern_source(uri: str, columns: ColumnNames) -> Source:
-    files = expand(uri)
-    check_exists(uri)
-    root = Place(folder_of(uri))
-    formats = {_format_of(file) or _unnamed_format(root / file) for file in files}
-    if len(formats) > 1:
-        names = ", ".join(sorted(each.name for each in formats))
-        raise DataError(f"{uri} names files of several formats ({names}); give files of one format")
-    return _table_source(uri, files, columns, formats.pop())
-
-
-def _folder_source(uri: str, files: list[str]) -> Source:
-    paths = [path for path in files if _ending(path) in EXTENSIONS]
-    if not paths:
-        raise DataError(
-            f"{uri} holds no images and no parquet, Arrow or tar files ({len(files)} other files); "
-            f"known endings of images are {', '.join(sorted(EXTENSIONS))}"
-        )
-    classes = _class_folders(Place(uri), paths)
-    numbers = {name: number for number, name in enumerate(classes or ())}
-    labels = [numbers.get(path.split("/")[0], NO_LABEL) for path in paths] if classes else []
-    fragments = tuple(
-        Fragment(
-            uri=uri,
-            first_id=first,
-            paths=tuple(paths[first : first + ROWS_PER_FRAGMENT]),
-            labels=tuple(labels[first : first + ROWS_PER_FRAGMENT]),
-        )
-        for first in range(0, len(paths), ROWS_PER_FRAGMENT)
-    )
-    return Source(
-        uri=uri,
-        kind="folder",
-        fragments=fragments,
-        columns=ColumnNames(),
-        classes=classes,
-        has_labels=classes is not None,
-        ignored=_endings(path for path in files if _ending(path) not in EXTENSIONS),
-    )
-
-
-def _endings(paths: Iterable[str]) -> tuple[tuple[str, int], ...]:
-    return tuple(sorted(Counter(_ending(path) or "without an ending" for path in paths).items()))
-
-
-def _ending(path: str) -> str:
-    return posixpath.splitext(path)[1].lower()
-
-
-def _class_folders(root: Place, paths: list[str]) -> tuple[str, ...] | None:
-    """Return the class folders, if every image is in one, but for links without a file, and there are at least two."""
-    beside = [path for path in paths if "/" not in path]
-    if len(beside) == len(paths) or any((root / path).exists() for path in beside):
-        return None
-    classes = sorted({path.split("/")[0] for path in paths} - set(beside))
-    return tuple(classes) if len(classes) > 1 else None
-
-
-def _table_source(
-    uri: str,
-    files: list[str],
-    columns: ColumnNames,
-    reader: TableFormat,
-    *,
-    kind: str | None = None,
-    check: Callable[[Place, pa.Schema], None] | None = None,
-) -> Source:
-    root = Place(folder_of(uri))
-    places = [root / file if file else root for file in files]
-    _check_links(places)
-    with ThreadPoolExecutor(8) as pool:
-        tables = list(pool.map(lambda place: reader.inspect(place, columns), places))
-    if check is not None:
-        for place, table in zip(places, tables, strict=True):
-            check(place, table.schema)
-    # A file without rows may have no columns either.
-    found = [
-        (file, place, table)
-        for file, place, table in zip(files, places, tables, strict=True)
-        if table.schema.names or sum(table.group_sizes)
-    ]
-    ignored_label = _ignored_label([table.schema for _, _, table in found], columns)
-    chosen = [
-        _check_columns(place, table.schema, columns, reads_label=not ignored_label)
-        for _, place, table in found
-    ]
-    if any(each != chosen[0] for each in chosen):
-        raise DataError(f"the files of {uri} differ in their label or id columns; give them the same columns")
-    fragments: list[Fragment] = []
-    first_id = 0
-    for file, _, table in found:
-        for start, stop in _cut(table.group_sizes, len(found)):
-            fragments.append(Fragment(uri=uri, file=file, first_id=first_id, start=start, stop=stop))
-            first_id += stop - start
-    if not first_id:
-        raise DataError(f"{uri} holds no rows; give a dataset with at least one batch")
-    asked, columns = columns, chosen[0]
-    names = dict.fromkeys(columns.asked.values())
-    schemas = [pa.schema([table.schema.field(name) for name in names]) for _, _, table in found]
-    types = reader.shared_types(schemas, where=uri)
-    places = [place for _, place, _ in found]
-    if columns.weight is not None:
-        parts = ((str(place), reader.column(place, columns.weight, types)) for place in places)
-        check_weight_columns(parts, where=uri)
-    classes = label_names = None
-    if columns.label is not None:
-        kinds = [each.field(columns.label).type for each in ([types] if types else schemas)]
-        is_asked = asked.label is not None
-        classes, ignored_label = _classes(reader, places, columns, types, kinds, is_asked=is_asked)
-        label_names = names_of_integers(found[0][2].schema, columns.label)
-        if ignored_label:
-            columns = replace(columns, label=None)
-    return Source(
-        uri=uri,
-        kind=kind or reader.name,
-        fragments=tuple(fragments),
-        columns=columns,
-        classes=classes,
-        has_labels=columns.label is not None,
-        ignored_label=ignored_label,
-        unread_columns=_unread_of_pairs(found[0][2].schema, columns) if "label" in asked.usual else (),
-        types=types,
-        label_names=label_names,
-    )
-
-
-def _classes(
-    reader: TableFormat,
-    places: Sequence[Place],
-    columns: ColumnNames,
-    types: pa.Schema | None,
-    kinds: Sequence[pa.DataType],
-    *,
-    is_asked: bool,
-) -> tuple[tuple[str, ...] | None, str]:
-    """Return the class names of labels, None for integers, and the type of floats to ignore, empty for labels.
-
-    Floats that are integers are labels; raises ``DataError`` for others if the column is asked for.
-    """
-    label, floats = str(columns.label), [str(kind) for kind in kinds if pa.types.is_floating(kind)]
-    # A file without any label does not tell whether they are integers.
-    first = next((kind for kind in kinds if not pa.types.is_null(kind)), pa.null())
-    if are_numbers(first) and not floats:
-        return None, ""
-    with ThreadPoolExecutor(8) as pool:
-        distinct = list(pool.map(lambda place: distinct_labels(reader.column(place, label, types)), places))
-    if not floats or columns.labels_are_grades:
-        return class_names(distinct), ""
-    found = zip(places, map(inexact_label, distinct), strict=True)
-    place, other = next((each for each in found if each[1] is not None), (None, None))
-    if other is not None and is_asked:
-        raise columns.label_error(other, where=str(place))
-    return None, "" if other is None else floats[0]
-
-
-def _check_links(places: Sequence[Place]) -> None:
-    for place in places:
-        if place.is_local and os.path.islink(place.uri) and not place.exists():
-            raise DataError(f"{place} is a link to a file that does not exist; remove it")
-
-
-def _ignored_label(schemas: Sequence[pa.Schema], columns: ColumnNames) -> str:
-    """Return the type of a column ``label`` that was not asked for and cannot be one; empty without such a column.
-
-    Grades are not ignored, since unclicked documents would become positives.
-    """
-    if "label" not in columns.usual or columns.labels_are_grades:
-        return ""
-    kinds = [schema.field("label").type for schema in schemas if schema.names.count("label") == 1]
-    return next((str(kind) for kind in kinds if not columns.can_be_label(kind)), "")
-
-
-def _unread_of_pairs(schema: pa.Schema, columns: ColumnNames) -> tuple[str, ...]:
-    """Return the columns that are not read of pairs without labels or negatives, which may be a click log."""
-    if columns.query is None or columns.document is None or columns.label or columns.negatives:
-        return ()
-    return tuple(sorted({*schema.names} - {*columns.asked.values()}))
-
-
-def _check_columns(
-    place: Place, schema: pa.Schema, columns: ColumnNames, *, reads_label: bool
-) -> ColumnNames:
-    roles_in(place, schema.names, columns)  # refuses a name of two columns
-    found = columns.found_in(schema.names, where=str(place))
-    found = found if reads_label else replace(found, label=None)
-    found.check_types({name: schema.field(name).type for name in found.asked.values()}, where=str(place))
-    return found
 
 
 def values_of(table: pa.Table, columns: ColumnNames, folder: Place | None = None) -> dict[str, list[Any]]:
@@ -610,24 +250,3 @@ def plain_values(column: pa.ChunkedArray) -> list[Any]:
     if is_list(kind) and is_text(kind.value_type):
         return column.cast(pa.list_(pa.binary())).to_pylist()
     return (column.cast(pa.binary()) if is_text(kind) else column).to_pylist()
-
-
-def _cut(group_sizes: list[int], num_files: int) -> Iterator[tuple[int, int]]:
-    """Cut a file into ranges of about ``ROWS_PER_FRAGMENT`` rows: join small row groups, split large ones.
-
-    Each part of a row group reads the whole group, or the file up to its end: at most eight parts, and fewer in many
-    files, which are read in parallel as they are.
-    """
-    most_parts = min(8, max(1, _ENOUGH_PARTS // num_files))
-    start = stop = 0
-    for size in group_sizes:
-        if stop > start and stop + size - start > ROWS_PER_FRAGMENT:
-            yield start, stop
-            start = stop
-        stop += size
-        rows = max(ROWS_PER_FRAGMENT, size // most_parts)
-        while stop - start > 2 * rows:
-            yield start, start + rows
-            start += rows
-    if stop > start:
-        yield start, stop

@@ -23,11 +23,12 @@ _INTEGER = re.compile(rb"0|-?[1-9][0-9]{0,18}")  # "007" and "7" are different i
 @final
 @dataclass(frozen=True, kw_only=True)
 class TableFile:
-    """A file that was not read yet: the numbers of rows that are read at once, and its columns.
+    """A file that was not read yet: its place, the numbers of rows that are read at once, and its columns.
 
     ``schema`` is empty for a file without rows in a format that names the columns in each row.
     """
 
+    place: Place
     group_sizes: list[int]
     schema: pa.Schema
 
@@ -43,11 +44,6 @@ class TableFormat(Protocol):
     @property
     def endings(self) -> tuple[str, ...]:
         """The ends of file names."""
-        ...
-
-    @property
-    def holds_images(self) -> bool:
-        """Whether a column may hold bytes or structs."""
         ...
 
     def inspect(self, place: Place, columns: ColumnNames) -> TableFile:

@@ -58,7 +58,6 @@ class TarTables:
 
     name = "tar"
     endings = (".tar", ".tar.gz", ".tgz")
-    holds_images = True
 
     def inspect(self, place: Place, columns: ColumnNames) -> TableFile:
         """Count the samples; reads JSON, ids and labels only, and skips the other files of a plain tar."""
@@ -73,7 +72,7 @@ class TarTables:
                 if kind not in kinds:
                     kinds.append(kind)
         schema = found_schema(place, columns, found, _common) if num_rows else pa.schema([])
-        return TableFile(group_sizes=[num_rows] if num_rows else [], schema=schema)
+        return TableFile(place=place, group_sizes=[num_rows] if num_rows else [], schema=schema)
 
     def shared_types(self, schemas: Sequence[pa.Schema], *, where: str) -> pa.Schema:
         """Return the types of the columns; one with integers in some files and text in others is text."""

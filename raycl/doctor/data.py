@@ -13,11 +13,12 @@ from raycl.data.click_logs import is_clicked, labels_as_given
 from raycl.data.codecs import Formats, store_all
 from raycl.data.columns import ColumnNames, check_labels
 from raycl.data.decode import are_flat, row_error
+from raycl.data.discovery import check_no_splits, find_source
 from raycl.data.images import EXTENSIONS, image_sides
 from raycl.data.labels import NO_LABEL
 from raycl.data.patterns import is_pattern
 from raycl.data.read_stats import NUM_EXAMPLES
-from raycl.data.sources import Fragment, RawRows, Source, check_no_splits, find_source
+from raycl.data.sources import Fragment, RawRows, Source
 from raycl.display import format_bytes
 from raycl.doctor.result import CheckResult, failed, passed, passed_if
 from raycl.errors import DataError, InvalidValueError, RayclError, last_line

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from raycl.data.columns import ColumnNames
+from raycl.data.discovery import check_no_splits, find_source
 from raycl.data.images import ImageFormat
 from raycl.data.in_memory import InMemoryDataset
 from raycl.data.labels import NO_LABEL
-from raycl.data.sources import Source, check_no_splits, find_source
+from raycl.data.sources import Source
 from raycl.data.split import Holdout
 from raycl.display import EvaluationResult
 from raycl.errors import ConfigError, DataError

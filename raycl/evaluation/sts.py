@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from torch.nn.functional import normalize
 
 from raycl.data.columns import ColumnNames, UnlabeledColumnNames
-from raycl.data.sources import find_source, plain_values
+from raycl.data.discovery import find_source
+from raycl.data.sources import plain_values
 from raycl.display import EvaluationResult
 from raycl.errors import ConfigError, DataError
 from raycl.evaluation.lexical_baselines import tfidf_similarity

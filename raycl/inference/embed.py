@@ -15,10 +15,11 @@ from raycl.arguments import Address, as_address, check_type
 from raycl.data.codecs import Formats
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import Decoder, decode_dataset, decode_here, decode_source, decode_table
+from raycl.data.discovery import check_no_splits, find_source
 from raycl.data.ids import IdFormat
 from raycl.data.in_memory import Batch, InMemoryDataset, pixels_of, texts_of
 from raycl.data.read_stats import ReadStats
-from raycl.data.sources import Source, check_no_splits, find_source
+from raycl.data.sources import Source
 from raycl.data.texts import TextsFormat, Tokens
 from raycl.distributed.device_copy import upload
 from raycl.evaluation.embed import embed

@@ -10,7 +10,7 @@ from raycl.arguments import check_type
 from raycl.config.overrides import config_from_yaml
 from raycl.config.schema import DataConfig
 from raycl.data.columns import ColumnNames
-from raycl.data.sources import check_exists, check_output_is_outside
+from raycl.data.discovery import check_exists, check_output_is_outside
 from raycl.errors import ConfigError, StorageError, first_line
 from raycl.gpus import are_missing, check_gpu
 from raycl.lease import check_absent

@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from raycl.data.codecs import Formats
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import Decoder, decode_here, decode_source, row_error
+from raycl.data.discovery import find_source
 from raycl.data.ids import IdFormat
 from raycl.data.images import ImageFormat, InvalidImageError
 from raycl.data.in_memory import InMemoryDataset
 from raycl.data.read_stats import ReadStats
-from raycl.data.sources import Source, find_source
+from raycl.data.sources import Source
 from raycl.data.split import Keep
 from raycl.errors import DataError
 from raycl.gpus import starts_here

@@ -11,9 +11,10 @@ import numpy as np
 from PIL import Image
 
 from raycl.data.columns import ColumnNames
+from raycl.data.discovery import find_source
 from raycl.data.images import ImageFormat, InvalidImageError, image_sides
 from raycl.data.labels import NO_LABEL
-from raycl.data.sources import Fragment, find_source
+from raycl.data.sources import Fragment
 from raycl.errors import ConfigError, DataError
 from raycl.serve.schemas import Sample, Text
 from raycl.tokenization import InvalidTextError, read_text
@@ -85,8 +86,7 @@ class SampleViewer:
 def _one_row(fragment: Fragment, offset: int) -> Fragment:
     first_id = fragment.first_id + offset
     if fragment.paths:
-        labels = fragment.labels[offset : offset + 1]
-        return replace(fragment, paths=(fragment.paths[offset],), labels=labels, first_id=first_id)
+        return replace(fragment, paths=(fragment.paths[offset],), first_id=first_id)
     start = fragment.start + offset
     return replace(fragment, start=start, stop=start + 1, first_id=first_id)
 

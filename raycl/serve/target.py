@@ -10,7 +10,7 @@ from typing import final
 from raycl.config import RunConfig
 from raycl.config.overrides import config_from_yaml
 from raycl.data.columns import ColumnNames
-from raycl.data.sources import find_source
+from raycl.data.discovery import find_source
 from raycl.errors import RayclError
 from raycl.negatives.bank import connect_bank
 from raycl.negatives.saved_bank import read_embedded, read_saved_bank

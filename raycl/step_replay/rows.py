@@ -276,7 +276,7 @@ def _with_classes(source: Source, classes: tuple[str, ...]) -> Source:
         raise DataError(
             f"{source.uri} has the class {min(missing)!r}, which the run has not; give the rows of the run by --data"
         )
-    return source.with_classes(classes)
+    return replace(source, classes=classes)
 
 
 def _decoded(

@@ -343,15 +343,15 @@ def _read(rows: InMemoryDataset, start: int, *, explicit: bool) -> _Read:
         lists = texts_of(batch, "negatives")
         negatives, counts = lists.tokens, lists.counts
         ids = ids_of(batch, "negative_ids")
-        negative_ids = None if ids is None else _split(ids.values.tolist(), counts)
+        negative_ids = None if ids is None else _split(ids.tolist(), counts)
     query_id, document_id = ids_of(batch, "query_id"), ids_of(batch, "document_id")
     return _Read(
         tokens_of(batch, "query"),
         tokens_of(batch, "document"),
         negatives,
         np.zeros(len(batch), np.int64) if counts is None else counts,
-        None if query_id is None else query_id.values.tolist(),
-        None if document_id is None else document_id.values.tolist(),
+        None if query_id is None else query_id.tolist(),
+        None if document_id is None else document_id.tolist(),
         negative_ids,
     )
 

@@ -73,7 +73,7 @@ class DataSet:
         """Number the text labels by these class names, which contain the own ones."""
         self.classes = classes
         if self.source is not None:
-            self.source = self.source.with_classes(classes)
+            self.source = replace(self.source, classes=classes)
 
     def stats(self) -> ReadStats:
         """Return the counts of the rows read so far."""

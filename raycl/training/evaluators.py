@@ -192,7 +192,7 @@ class RetrievalEvaluator:
         sets = self.test, self.bank
         batches = _batches(*((rows.only("document_id"), np.arange(len(rows))) for rows in sets))
         found = [ids_of(batch, "document_id") for batch in batches]
-        ids = [each for row in found if row is not None for each in row.values.tolist()]
+        ids = [each for row in found if row is not None for each in row.tolist()]
         return DistinctTexts([each for rows in sets for each in rows.text_ids("document").tolist()], ids)
 
     def _embed(

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from raycl.augment.rng import uniforms
 from raycl.config.schema import MinedConfig
 from raycl.data.in_memory import Batch
-from raycl.data.texts import Tokens
 from raycl.distributed import rank
 from raycl.training.corpus import Corpus
 
@@ -79,7 +78,6 @@ class MinedNegatives:
         self.table: MinedTable | None = None
         self.rows: bytes | None = None
         self._last = _NOTHING
-        self._batch: Batch | None = None  # of the last draw
 
     @property
     def grows(self) -> bool:
@@ -93,7 +91,7 @@ class MinedNegatives:
 
     def use(self, table: MinedTable | None, corpus: Corpus | None = None) -> None:
         """Draw from this table from the next batch on, and from this corpus if it is another one."""
-        self.table, self._batch = table, None
+        self.table = table
         self.corpus = corpus or self.corpus
 
     def draw(self, batch: Batch, number: NDArray[np.int64] | None = None) -> Drawn:
@@ -101,16 +99,8 @@ class MinedNegatives:
 
         ``number`` [num_rows] is the caption or the query that each row shows, where it has several texts.
         """
-        if batch is not self._batch:
-            self._batch, self._last = batch, _NOTHING
-            if self.corpus is not None:
-                self._last = self._draw(self.corpus, batch, number)
+        self._last = _NOTHING if self.corpus is None else self._draw(self.corpus, batch, number)
         return self._last
-
-    def tokens(self, drawn: Drawn) -> Tokens:
-        """Return the texts of these documents."""
-        assert self.corpus is not None, "only documents of a corpus are drawn"
-        return self.corpus.document.take(drawn.document)
 
     def metrics(self, *, step: int) -> dict[str, float]:
         """Return the fraction of random documents in the last batch drawn, and the ages of the others at this step."""

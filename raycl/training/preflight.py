@@ -17,9 +17,10 @@ from raycl.config import RunConfig
 from raycl.config.conditions import why_inactive
 from raycl.config.overrides import config_from_yaml, config_to_yaml, differences, leaves
 from raycl.data.columns import ColumnNames, ColumnNamesWithoutNegatives, CorpusColumnNames, check_labels
+from raycl.data.discovery import check_no_splits, check_output_is_outside, find_source
 from raycl.data.embeddings import check_embeddings
 from raycl.data.sampler import batch_counts
-from raycl.data.sources import Source, check_no_splits, check_output_is_outside, find_source
+from raycl.data.sources import Source
 from raycl.errors import ConfigError, DataError
 from raycl.gpus import are_missing, check_gpus
 from raycl.lease import Lease, writing

@@ -1,7 +1,7 @@
 """The rows of each kind of data as encoder inputs: their formats, random views, and names of duplicates."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
@@ -30,7 +30,7 @@ from raycl.losses.guide import Guide
 from raycl.losses.logq import Frequencies
 from raycl.tokenization import Tokenizer
 from raycl.training.guide import GuideTables
-from raycl.training.mined import Drawn, MinedNegatives
+from raycl.training.mined import MinedNegatives
 
 # Separate sequences of draws, after the sequences of the augmentations.
 _CHOICE, _NEGATIVES = 6 << 40, 7 << 40
@@ -148,15 +148,14 @@ class Transform(ABC):
         """Return the ids of these keys, int64 [batch]; equal ids mark equal keys."""
         return torch.from_numpy(batch.sample_id)
 
-    def negatives(self, batch: Batch) -> Tensor | None:
-        """Return the explicit negatives of all rows in order, or None."""
-        return None
+    def ids_and_negatives(self, batch: Batch) -> tuple[ExampleIds, Tensor | None]:
+        """Return the ids of queries, keys and negatives, with the labels, and the negatives of all rows in order.
 
-    def example_ids(self, batch: Batch) -> ExampleIds:
-        """Return the names of queries, keys and negatives, by default the sample ids, and the labels."""
-        names = torch.from_numpy(batch.sample_id)[:, None]
+        By default, the ids are the sample ids, and there are no negatives.
+        """
+        names = _columns([batch.sample_id])
         label, guide = torch.from_numpy(batch.label), self._guide_of_samples(batch)
-        return ExampleIds(query=names, key=names, label=label, guide=guide)
+        return ExampleIds(query=names, key=names, label=label, guide=guide), None
 
     def _guide_of_samples(self, batch: Batch) -> Guide | None:
         """Return the guide's embeddings of the samples, which both views have."""
@@ -275,50 +274,47 @@ class TextTransform(Transform):
         """Return the id of that text."""
         return torch.from_numpy(self._first(batch).text_id)
 
-    def negatives(self, batch: Batch) -> Tensor | None:
-        """Return the mined negatives of all rows in order, with word changes; None without any."""
-        if self._mined is None or self._mined.corpus is None:
-            return None
-        texts, num_rows = self._mined.tokens(self._drawn(batch)), len(batch)
-        num = len(texts) // num_rows
-        # Each negative of a row has its own random changes, after those of the two views.
-        order = np.arange(len(texts)).reshape(num_rows, num)
-        parts = [self._changed(texts.take(order[:, each]), batch, 2 + each) for each in range(num)]
-        return pad_sequence([each.T for each in parts]).permute(2, 1, 0).flatten(0, 1)
+    def ids_and_negatives(self, batch: Batch) -> tuple[ExampleIds, Tensor | None]:
+        """Return the text ids of both views, the own text first, and mined negatives; for a memory bank, the sample ids."""
+        if not self._known_by_text:
+            return super().ids_and_negatives(batch)
+        query = _columns([self.shown(batch, number).text_id for number in (0, 1)])
+        ids = ExampleIds(
+            query=query,
+            key=query[:, [1, 0]],
+            label=torch.from_numpy(batch.label),
+            shared_id_space=True,
+            guide=self._guide_of_samples(batch),
+        )
+        return self.with_mined(ids, batch)
 
-    def with_mined(self, ids: ExampleIds, batch: Batch) -> ExampleIds:
-        """Return the ids with the mined negatives, if any, named by text; all texts of a row are then names of it."""
+    def with_mined(self, ids: ExampleIds, batch: Batch) -> tuple[ExampleIds, Tensor | None]:
+        """Add the mined negatives to the ids; return both, the negatives with word changes, or None without any.
+
+        Negatives are named by text, and all texts of a row are then names of it.
+        """
         if self._mined is None or self._mined.corpus is None:
-            return ids
+            return ids, None
         corpus, texts = self._mined.corpus, texts_of(batch, self._role)
+        # The negatives are those of the text that is the query, or of the caption that is the key.
+        number = self._choice(batch, texts.counts, int(self._role == "caption"))
+        negatives = corpus.document.take(self._mined.draw(batch, number).document)
         # All workers have as many names: those of the row with the most texts.
         numbers = np.minimum(np.arange(corpus.most_texts), texts.counts[:, None] - 1)
         begin = np.cumsum(texts.counts) - texts.counts
         own = torch.from_numpy(texts.tokens.text_id[begin[:, None] + numbers])
         key, query = torch.cat([ids.key, own], 1), ids.query
-        negative = torch.from_numpy(corpus.document.text_id[self._drawn(batch).document])
-        return replace(
+        named = replace(
             ids,
             query=torch.cat([query, own], 1) if ids.shared_id_space else query,
             key=key,
-            negative=negative[:, None].repeat(1, key.shape[1]),
+            negative=torch.from_numpy(negatives.text_id)[:, None].repeat(1, key.shape[1]),
             num_shown=ids.key.shape[1],
         )
-
-    def example_ids(self, batch: Batch) -> ExampleIds:
-        """Return the text ids of both views, the own text first; for a memory bank, the sample ids."""
-        if not self._known_by_text:
-            return super().example_ids(batch)
-        shown = [self.shown(batch, number).text_id for number in (0, 1)]
-        label, query = torch.from_numpy(batch.label), _columns(shown)
-        ids = ExampleIds(
-            query=query,
-            key=query[:, [1, 0]],
-            label=label,
-            shared_id_space=True,
-            guide=self._guide_of_samples(batch),
-        )
-        return self.with_mined(ids, batch)
+        # Each negative of a row has its own random changes, after those of the two views.
+        order = np.arange(len(negatives)).reshape(len(batch), -1).T
+        parts = [self._changed(negatives.take(each), batch, 2 + place) for place, each in enumerate(order)]
+        return named, pad_sequence([each.T for each in parts]).permute(2, 1, 0).flatten(0, 1)
 
     def _changed(self, texts: Tokens, batch: Batch, number: int) -> Tensor:
         """Return the texts of these rows with random word changes, int64 [batch, length]."""
@@ -329,12 +325,6 @@ class TextTransform(Transform):
         prompt, words = tokens.tensor_split([self._num_prompt_tokens], dim=1)
         words = self._augmentation(words, batch.sample_id, seed=self._seed, epoch=batch.epoch, view=number)
         return torch.cat([prompt, words], 1)
-
-    def _drawn(self, batch: Batch) -> Drawn:
-        """Draw the mined negatives of the text that is the query, or of the caption that is the key."""
-        assert self._mined is not None, "only mined negatives are drawn"
-        number = self._choice(batch, texts_of(batch, self._role).counts, int(self._role == "caption"))
-        return self._mined.draw(batch, number)
 
     def _first(self, batch: Batch) -> Tokens:
         return texts_of(batch, self._role).picked(np.zeros(len(batch), np.int64))
@@ -380,62 +370,42 @@ class PairTransform(Transform):
         """Return the text ids of the documents."""
         return torch.from_numpy(tokens_of(batch, "document").text_id)
 
-    def negatives(self, batch: Batch) -> Tensor | None:
-        """Return the explicit negatives of all queries in order and then the mined ones, or None without any."""
-        texts = self._negatives(batch)
-        return torch.from_numpy(texts.padded()) if texts is not None and len(texts) else None
+    def ids_and_negatives(self, batch: Batch) -> tuple[ExampleIds, Tensor | None]:
+        """Return text ids and, if the data have ids, these as well: [num_rows, 1] or [num_rows, 2].
 
-    def example_ids(self, batch: Batch) -> ExampleIds:
-        """Return text ids and, if the data have ids, these as well: [num_rows, 1] or [num_rows, 2]."""
-        query_id, document_id = ids_of(batch, "query_id"), ids_of(batch, "document_id")
-        query = [tokens_of(batch, "query").text_id]
-        if query_id is not None:
-            query.append(query_id.values)
-        key = [tokens_of(batch, "document").text_id]
-        if document_id is not None:
-            key.append(document_id.values)
-        negative, texts = [], self._negatives(batch)
-        if texts is not None:
-            negative.append(texts.text_id)
-            if document_id is not None:
-                negative.append(self._negative_ids(batch))
-        return ExampleIds(
+        The negatives are the explicit ones of all queries in order, and then the mined ones.
+        """
+        document_id = ids_of(batch, "document_id")
+        query = _names(tokens_of(batch, "query"), ids_of(batch, "query_id"))
+        key = _names(tokens_of(batch, "document"), document_id)
+        negative, texts = [], None
+        if drawn := list(self._negatives(batch)):
+            texts = Tokens.joined([each for each, _ in drawn])
+            negative = _names(
+                texts, None if document_id is None else np.concatenate([ids for _, ids in drawn])
+            )
+        ids = ExampleIds(
             query=_columns(query),
             key=_columns(key),
             negative=_columns(negative) if negative else None,
             guide=None if self.guide is None else self.guide.of(query[1], key[1], *negative[1:]),
         )
+        return ids, torch.from_numpy(texts.padded()) if texts else None
 
-    def _negatives(self, batch: Batch) -> Tokens | None:
-        """Return the texts of all negatives; None if neither the data nor a miner gives any."""
-        parts = []
-        if self._has_explicit(batch):
-            tokens, drawn = texts_of(batch, "negatives").tokens, self._drawn(batch)
-            parts.append(tokens if drawn is None else tokens.take(drawn))
+    def _negatives(self, batch: Batch) -> Iterator[tuple[Tokens, NDArray[np.int64]]]:
+        """Yield the texts and ids of the explicit negatives, then of the mined ones; without ids, text ids."""
+        if self.explicit and "negatives" in batch.contents:
+            lists, ids = texts_of(batch, "negatives"), ids_of(batch, "negative_ids")
+            texts, drawn = lists.tokens, self._drawn(batch, lists.counts)
+            ids = texts.text_id if ids is None else ids
+            yield (texts, ids) if drawn is None else (texts.take(drawn), ids[drawn])
         if self.mined is not None and self.mined.corpus is not None:
-            parts.append(self.mined.tokens(self.mined.draw(batch)))
-        return Tokens.joined(parts) if parts else None
+            corpus, drawn = self.mined.corpus, self.mined.draw(batch).document
+            texts = corpus.document.take(drawn)
+            yield texts, texts.text_id if corpus.document_id is None else corpus.document_id[drawn]
 
-    def _negative_ids(self, batch: Batch) -> NDArray[np.int64]:
-        """Return the ids of all negatives; those without ids are identified by their texts alone."""
-        parts = []
-        if self._has_explicit(batch):
-            ids = ids_of(batch, "negative_ids")
-            values = texts_of(batch, "negatives").tokens.text_id if ids is None else ids.values
-            drawn = self._drawn(batch)
-            parts.append(values if drawn is None else values[drawn])
-        if self.mined is not None and self.mined.corpus is not None:
-            document_id = self.mined.corpus.document_id
-            assert document_id is not None, "the corpus has the ids of the rows"
-            parts.append(document_id[self.mined.draw(batch).document])
-        return np.concatenate(parts)
-
-    def _has_explicit(self, batch: Batch) -> bool:
-        return bool(self.explicit) and "negatives" in batch.contents
-
-    def _drawn(self, batch: Batch) -> NDArray[np.int64] | None:
+    def _drawn(self, batch: Batch, counts: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """Return the places of this epoch's explicit negatives among those of all rows, ascending; None for all."""
-        counts = texts_of(batch, "negatives").counts
         most = int(counts.max(initial=0))
         if self.explicit is True or most <= self.explicit:
             return None
@@ -448,6 +418,10 @@ class PairTransform(Transform):
 
 def _columns(names: list[NDArray[np.int64]]) -> Tensor:
     return torch.from_numpy(np.stack(names, axis=1))
+
+
+def _names(texts: Tokens, ids: NDArray[np.int64] | None) -> list[NDArray[np.int64]]:
+    return [texts.text_id] if ids is None else [texts.text_id, ids]
 
 
 @final
@@ -478,11 +452,7 @@ class ImageTextTransform(Transform):
         """Return the text ids of these captions."""
         return self.caption.plain_key_id(batch)
 
-    def negatives(self, batch: Batch) -> Tensor | None:
-        """Return the captions that are mined negatives of all images in order, or None without any."""
-        return self.caption.negatives(batch)
-
-    def example_ids(self, batch: Batch) -> ExampleIds:
-        """Return the sample ids of images, and the text ids of captions, which images may share."""
-        key = _columns([self.caption.shown(batch, 1).text_id])
-        return self.caption.with_mined(ExampleIds(query=self.image.example_ids(batch).query, key=key), batch)
+    def ids_and_negatives(self, batch: Batch) -> tuple[ExampleIds, Tensor | None]:
+        """Return the sample ids of images, the text ids of captions, which images may share, and mined captions."""
+        query, key = _columns([batch.sample_id]), _columns([self.caption.shown(batch, 1).text_id])
+        return self.caption.with_mined(ExampleIds(query=query, key=key), batch)

@@ -137,14 +137,13 @@ class ViewMaker:
 
     def _send(self, batch: Batch, transform: Transform) -> "_Sent":
         drafts = [transform.view(batch, number) for number in self._drawn]
-        of_rows = [torch.from_numpy(batch.sample_id), transform.negatives(batch)]
+        ids, negatives = transform.ids_and_negatives(batch)
+        of_rows = [torch.from_numpy(batch.sample_id), negatives]
         of_views = [each for draft in drafts for each in draft.tensors]
         with torch.cuda.stream(self._side_stream):
             moved = upload([*of_rows, *of_views], self.device)
         weight = weights_of(batch)
-        names = replace(
-            transform.example_ids(batch), weight=None if weight is None else torch.from_numpy(weight)
-        )
+        names = replace(ids, weight=None if weight is None else torch.from_numpy(weight))
         draw_key = None if self.draws_key else partial(self._draw_key, batch, transform)
         return _Sent(batch, drafts, moved, self._exchange.start(names), draw_key)
 

@@ -16,7 +16,7 @@ import ray
 
 import raycl
 from raycl.config.overrides import override
-from raycl.data.sources import find_source
+from raycl.data.discovery import find_source
 from raycl.doctor import CheckResult, memory
 from raycl.doctor.checks import check_access, has_autoscaler, refuses_calls_without_token
 from raycl.doctor.data import DataSummary, check_data

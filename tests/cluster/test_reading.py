@@ -24,11 +24,11 @@ from raycl.cli.plan import plan_run
 from raycl.config.overrides import override
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import Decoder, decode_dataset, decode_source
+from raycl.data.discovery import find_source
 from raycl.data.images import ImageFormat
 from raycl.data.in_memory import InMemoryDataset, pixels_of, tokens_of, weights_of
 from raycl.data.read_stats import ReadStats
 from raycl.data.sampler import BatchShard
-from raycl.data.sources import find_source
 from raycl.data.streaming import StreamingSampler, stream_source
 from raycl.data.texts import TextFormat
 from raycl.errors import ConfigError, DataError, StorageError
@@ -123,7 +123,7 @@ def test_a_file_that_disappears_before_it_is_read_is_one_invalid_row(
 def test_a_large_stream_holds_out_rows_only_from_the_evaluation_fragments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, coordinator: Any
 ) -> None:
-    monkeypatch.setattr("raycl.data.sources.ROWS_PER_FRAGMENT", 64)
+    monkeypatch.setattr("raycl.data.discovery.ROWS_PER_FRAGMENT", 64)
     monkeypatch.setattr("raycl.training.data_module.EVALUATION_PART", 1)
     source = find_source(str(write_digits(tmp_path / "digits.parquet", 1_000)))
     config = raycl.override(

@@ -19,8 +19,8 @@ from raycl.config import RunConfig
 from raycl.data import click_logs
 from raycl.data.click_logs import CONTRADICTED, REPEATED, WITHOUT_POSITIVE
 from raycl.data.columns import ColumnNames
+from raycl.data.discovery import find_source
 from raycl.data.ids import content_id
-from raycl.data.sources import find_source
 from raycl.embedding_snapshot import LATEST, read_probe_set, read_snapshot
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.inference.checkpoint_encoder import load_checkpoint_encoder

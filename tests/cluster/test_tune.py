@@ -11,7 +11,7 @@ import pytest
 import raycl
 from raycl.config import RunConfig
 from raycl.config.overrides import config_from_yaml, override
-from raycl.data.sources import find_source
+from raycl.data.discovery import find_source
 from raycl.errors import ConfigError, RunError
 from raycl.recipes import recipe
 from raycl.records import read_result

@@ -27,7 +27,6 @@ def take_table(rank: int, num_workers: int) -> list[Any]:
         client._newest = table if rank == 0 else None
         client._share()
         found.append([each.reshape(len(batch), -1) for each in mined.draw(batch)])
-        mined.use(mined.table)  # the next draw is of another batch
     return found
 
 
@@ -50,7 +49,11 @@ def take_corpus(rank: int, num_workers: int) -> list[Any]:
             client._note(update)
         client._share()
         drawn = mined.draw(batch)
-        names = [] if mined.corpus is None else mined.tokens(drawn).text_id.reshape(len(batch), -1)
+        names = (
+            []
+            if mined.corpus is None
+            else mined.corpus.document.text_id[drawn.document].reshape(len(batch), -1)
+        )
         found.append([*(each.reshape(len(batch), -1) for each in drawn), names])
     assert mined.table is not None
     assert mined.table.query_step == 300

@@ -1,0 +1,367 @@
+"""Find the source at an address: its files, their format, and their columns and labels."""
+
+import os
+import posixpath
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pyarrow as pa
+
+from raycl.data.arrow_tables import unread_files
+from raycl.data.columns import ColumnNames
+from raycl.data.delta_tables import LOG, delta_files
+from raycl.data.iceberg_tables import METADATA, find_metadata, open_iceberg
+from raycl.data.images import EXTENSIONS
+from raycl.data.labels import (
+    are_numbers,
+    class_names,
+    distinct_labels,
+    inexact_label,
+    names_of_integers,
+)
+from raycl.data.lance_tables import is_lance, lance_fragments
+from raycl.data.patterns import expand, folder_of, is_pattern
+from raycl.data.sources import FILES, READERS, Fragment, Source
+from raycl.data.tables import TableFile, TableFormat, chosen, reading, roles_in
+from raycl.data.weights import check_weight_columns
+from raycl.errors import ConfigError, DataError
+from raycl.storage import Place, absolute
+
+ROWS_PER_FRAGMENT = 2_048
+FORMATS = "parquet, CSV, JSONL, Arrow, tar"
+_ENOUGH_PARTS = 256  # of large row groups in all files, to read in parallel
+_PARQUET_MARK = b"PAR1"  # the first bytes of each file
+_SPLITS = {"train", "training", "dev", "val", "valid", "validation", "eval", "test", "testing", "unlabeled"}
+
+
+def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
+    """Find the source at ``uri``: a file of rows, a folder or a pattern of them, a table, or a folder of images.
+
+    Raises ``DataError`` if nothing is there, a column is missing or a file is broken, ``StorageError`` if the storage
+    cannot be reached.
+    """
+    uri, columns = absolute(uri), columns or ColumnNames()
+    check_exists(uri)
+    root, files = Place(folder_of(uri)), [""]
+    if is_pattern(uri):
+        files = expand(uri)
+    elif table := _versioned_table(root, columns):
+        return table
+    elif root.is_folder():
+        return _folder_source(root, columns)
+    kinds = {_kind_of_table(root / file) for file in files}
+    if len(kinds) > 1:
+        names = ", ".join(sorted(kinds))
+        raise DataError(f"{uri} names files of several formats ({names}); give files of one format")
+    return _table_source(uri, files, columns, kinds.pop())
+
+
+def check_exists(uri: str) -> None:
+    """Raise ``DataError`` if a data set or a file of a pattern does not exist."""
+    uri = absolute(uri)
+    if not is_pattern(uri):
+        existing(uri)
+        return
+    root = Place(folder_of(uri))
+    with ThreadPoolExecutor(8) as pool:
+        for place in pool.map(lambda file: existing((root / file).uri), expand(uri)):
+            if place.is_folder():
+                raise DataError(
+                    f"{place} is a folder, but the pattern {uri} must name files; give the folder"
+                )
+
+
+def check_output_is_outside(output: str, data: Iterable[str]) -> None:
+    """Raise ``ConfigError`` if an output lies in a folder of data, which its files would make unreadable."""
+    inner = _real(output)
+    for uri in data:
+        outer = _real(uri)
+        is_hidden = "/." in inner[len(outer) :]  # and no data
+        is_inside = f"{inner}/".startswith(f"{outer}/") and not is_hidden
+        if is_inside and Place(absolute(uri)).is_folder():
+            raise ConfigError(
+                f"the output {output} lies in the data at {uri}, which could not be read again beside other files; "
+                "give an --output outside of that folder"
+            )
+
+
+def _real(uri: str) -> str:
+    """Return an address without options and links, to compare it."""
+    return uri.partition("?")[0].rstrip("/") if "://" in uri else os.path.realpath(absolute(uri))
+
+
+def check_no_splits(source: Source) -> None:
+    """Raise ``DataError`` if the class folders of images are splits, such as train and test."""
+    if source.kind == "folder" and source.classes and {name.lower() for name in source.classes} <= _SPLITS:
+        folders = (shlex.quote((Place(source.uri) / split).uri) for split in source.classes)
+        given = " or ".join(f"--data {folder}" for folder in folders)
+        raise DataError(f"{source.uri} holds a data set in {len(source.classes)} splits; give {given}")
+
+
+def existing(uri: str) -> Place:
+    """Return the place of a dataset; raises ``DataError`` if nothing is there."""
+    uri = absolute(uri)
+    place = Place(uri)
+    if not place.exists():
+        raise DataError(
+            f"there is nothing at {uri}; give a file ({FORMATS}), a folder of them, a table (Delta, Iceberg, "
+            "Lance) or a folder of images"
+        )
+    return place
+
+
+def _kind_of(path: str) -> str | None:
+    """Return the kind of a file by the end of its name, ``folder`` for an image."""
+    if _ending(path) in EXTENSIONS:
+        return "folder"
+    return next((each.name for each in FILES if path.lower().endswith(each.endings)), None)
+
+
+def _kind_of_table(place: Place) -> str:
+    """Return the format of a file: parquet under any name; raises ``DataError`` for other files."""
+    kind = _kind_of(place.name)
+    if kind == "folder":
+        raise DataError(f"{place} is a single image; give the folder of the images")
+    if kind is not None:
+        return kind
+    with reading(place, "parquet", "write the file again"), place.open() as file:
+        if file.read(len(_PARQUET_MARK)) == _PARQUET_MARK:
+            return "parquet"
+    if _ending(place.name) == ".txt":
+        raise DataError(
+            f'{place} is plain text; write each line as {{"text": "..."}} to a file that ends in .jsonl'
+        )
+    endings = ", ".join(ending for each in FILES for ending in each.endings)
+    raise DataError(
+        f"{place} is not parquet, and its name has no ending of another format; convert it to {endings}"
+    )
+
+
+def _versioned_table(place: Place, columns: ColumnNames) -> Source | None:
+    """Return the newest version of a Delta, Iceberg or Lance table; None for another place."""
+    if not place.is_folder() and not place.name.endswith(METADATA):
+        return None
+    # A folder of images may have millions of names, so it is not listed here.
+    # A label that was found in the table was not asked for, so its type may be another.
+    if (place / LOG).is_folder():
+        files, found = delta_files(place, columns)
+        return _table_source(place.uri, files, replace(found, label=columns.label), "delta")
+    if is_lance(place):
+        return _table_source(place.uri, lance_fragments(place, columns), columns, "lance")
+    if metadata := find_metadata(place):
+        table = open_iceberg(metadata, columns)
+        asked = replace(table.columns, label=columns.label)
+        found = _table_source(table.place.uri, table.files, asked, "iceberg", check=table.check)
+        return replace(found, uri=place.uri)
+    return None
+
+
+def _folder_source(root: Place, columns: ColumnNames) -> Source:
+    """Return the rows of a folder, which may hold other files too."""
+    only_images = set(columns.contents) == {"image"}
+    # The first of these kinds that the folder holds is read, unless it holds two of one group.
+    kinds = ("parquet",), ("folder",) if only_images else ("csv", "jsonl"), ("arrow", "tar")
+    files = [path for path, _ in root.files(underscored=EXTENSIONS)]  # cameras write _DSC0001.JPG
+    unread, found = unread_files(root.uri, files), dict[str | None, list[str]]()
+    for path in files:
+        if path not in unread:
+            found.setdefault(_kind_of(path), []).append(path)
+    kind, *others = next(filter(None, ([each for each in group if each in found] for group in kinds)), [None])
+    if others:
+        counts = ", ".join(f"{len(found[each])} {each}" for each in (kind, *others))
+        raise DataError(f"{root} holds files of several formats ({counts}); give a folder of one format")
+    if kind is None and only_images:
+        raise DataError(
+            f"{root} holds no images and no parquet, Arrow or tar files ({len(files)} other files); "
+            f"known endings of images are {', '.join(sorted(EXTENSIONS))}"
+        )
+    if kind is None:
+        raise DataError(
+            f"{root} holds no files of rows ({FORMATS}), but {len(files)} others; give some with the columns "
+            f"{', '.join(columns.contents.values())}"
+        )
+    paths, uri = found[kind], root.uri
+    source = _image_source(uri, paths) if kind == "folder" else _table_source(uri, paths, columns, kind)
+    return replace(source, ignored=_endings(set(files).difference(paths)))
+
+
+def _image_source(uri: str, paths: list[str]) -> Source:
+    fragments = tuple(
+        Fragment(uri=uri, first_id=first, paths=tuple(paths[first : first + ROWS_PER_FRAGMENT]))
+        for first in range(0, len(paths), ROWS_PER_FRAGMENT)
+    )
+    classes, columns = _class_folders(Place(uri), paths), ColumnNames()
+    return Source(
+        uri=uri,
+        kind="folder",
+        fragments=fragments,
+        columns=columns,
+        classes=classes,
+        has_labels=classes is not None,
+    )
+
+
+def _endings(paths: Iterable[str]) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted(Counter(_ending(path) or "without an ending" for path in paths).items()))
+
+
+def _ending(path: str) -> str:
+    return posixpath.splitext(path)[1].lower()
+
+
+def _class_folders(root: Place, paths: list[str]) -> tuple[str, ...] | None:
+    """Return the class folders, if every image is in one, but for links without a file, and there are at least two."""
+    beside = [path for path in paths if "/" not in path]
+    if len(beside) == len(paths) or any((root / path).exists() for path in beside):
+        return None
+    classes = sorted({path.split("/")[0] for path in paths} - set(beside))
+    return tuple(classes) if len(classes) > 1 else None
+
+
+def _table_source(
+    uri: str,
+    files: list[str],
+    columns: ColumnNames,
+    kind: str,
+    *,
+    check: Callable[[Place, pa.Schema], None] = lambda *_: None,
+) -> Source:
+    root, reader = Place(folder_of(uri)), READERS[kind]
+    places = [root / file for file in files]
+    _check_links(places)
+    with ThreadPoolExecutor(8) as pool:
+        tables = list(pool.map(lambda place: reader.inspect(place, columns), places))
+    for each in tables:
+        check(each.place, each.schema)
+    # A file without rows may have no columns either.
+    tables = [each for each in tables if each.schema.names or sum(each.group_sizes)]
+    ignored_label = _ignored_label([each.schema for each in tables], columns)
+    asked = columns
+    found = [_check_columns(each, asked, reads_label=not ignored_label) for each in tables]
+    if any(each != found[0] for each in found):
+        raise DataError(f"the files of {uri} differ in their label or id columns; give them the same columns")
+    fragments: list[Fragment] = []
+    first_id = 0
+    for each in tables:
+        for start, stop in _cut(each.group_sizes, len(tables)):
+            fragments.append(
+                Fragment(uri=uri, file=each.place.path, first_id=first_id, start=start, stop=stop)
+            )
+            first_id += stop - start
+    if not fragments:
+        raise DataError(f"{uri} holds no rows; give a dataset with at least one batch")
+    columns = found[0]
+    names = list(dict.fromkeys(columns.asked.values()))
+    types = reader.shared_types([chosen(each.schema, names) for each in tables], where=uri)
+    if columns.weight is not None:
+        parts = ((str(each.place), reader.column(each.place, columns.weight, types)) for each in tables)
+        check_weight_columns(parts, where=uri)
+    classes = label_names = None
+    if columns.label is not None:
+        label_names = names_of_integers(tables[0].schema, columns.label)
+        is_asked = asked.label is not None
+        classes, ignored_label = _classes(reader, tables, columns, types, is_asked=is_asked)
+        if ignored_label:
+            columns = replace(columns, label=None)
+    return Source(
+        uri=uri,
+        kind=kind,
+        fragments=tuple(fragments),
+        columns=columns,
+        classes=classes,
+        has_labels=columns.label is not None,
+        ignored_label=ignored_label,
+        unread_columns=_unread_of_pairs(tables[0].schema, columns) if "label" in asked.usual else (),
+        types=types,
+        label_names=label_names,
+    )
+
+
+def _classes(
+    reader: TableFormat,
+    tables: Sequence[TableFile],
+    columns: ColumnNames,
+    types: pa.Schema | None,
+    *,
+    is_asked: bool,
+) -> tuple[tuple[str, ...] | None, str]:
+    """Return the class names of labels, None for integers, and the type of floats to ignore, empty for labels.
+
+    Floats that are integers are labels; raises ``DataError`` for others if the column is asked for.
+    """
+    label = str(columns.label)
+    kinds = [each.field(label).type for each in ([types] if types else [each.schema for each in tables])]
+    floats = [str(kind) for kind in kinds if pa.types.is_floating(kind)]
+    # A file without any label does not tell whether they are integers.
+    first = next((kind for kind in kinds if not pa.types.is_null(kind)), pa.null())
+    if are_numbers(first) and not floats:
+        return None, ""
+    with ThreadPoolExecutor(8) as pool:
+        distinct = list(
+            pool.map(lambda each: distinct_labels(reader.column(each.place, label, types)), tables)
+        )
+    if not floats or columns.labels_are_grades:
+        return class_names(distinct), ""
+    for each, other in zip(tables, map(inexact_label, distinct), strict=True):
+        if other is not None and is_asked:
+            raise columns.label_error(other, where=str(each.place))
+        if other is not None:
+            return None, floats[0]
+    return None, ""
+
+
+def _check_links(places: Sequence[Place]) -> None:
+    for place in places:
+        if place.is_local and os.path.islink(place.uri) and not place.exists():
+            raise DataError(f"{place} is a link to a file that does not exist; remove it")
+
+
+def _ignored_label(schemas: Sequence[pa.Schema], columns: ColumnNames) -> str:
+    """Return the type of a column ``label`` that was not asked for and cannot be one; empty without such a column.
+
+    Grades are not ignored, since unclicked documents would become positives.
+    """
+    if "label" not in columns.usual or columns.labels_are_grades:
+        return ""
+    kinds = [schema.field("label").type for schema in schemas if schema.names.count("label") == 1]
+    return next((str(kind) for kind in kinds if not columns.can_be_label(kind)), "")
+
+
+def _unread_of_pairs(schema: pa.Schema, columns: ColumnNames) -> tuple[str, ...]:
+    """Return the columns that are not read of pairs without labels or negatives, which may be a click log."""
+    if columns.query is None or columns.document is None or columns.label or columns.negatives:
+        return ()
+    return tuple(sorted({*schema.names} - {*columns.asked.values()}))
+
+
+def _check_columns(table: TableFile, columns: ColumnNames, *, reads_label: bool) -> ColumnNames:
+    schema, where = table.schema, str(table.place)
+    roles_in(table.place, schema.names, columns)  # refuses a name of two columns
+    found = columns.found_in(schema.names, where=where)
+    found = found if reads_label else replace(found, label=None)
+    found.check_types({name: schema.field(name).type for name in found.asked.values()}, where=where)
+    return found
+
+
+def _cut(group_sizes: list[int], num_files: int) -> Iterator[tuple[int, int]]:
+    """Cut a file into ranges of about ``ROWS_PER_FRAGMENT`` rows: join small row groups, split large ones.
+
+    Each part of a row group reads the whole group, or the file up to its end: at most eight parts, and fewer in many
+    files, which are read in parallel as they are.
+    """
+    most_parts = min(8, max(1, _ENOUGH_PARTS // num_files))
+    start = stop = 0
+    for size in group_sizes:
+        if stop > start and stop + size - start > ROWS_PER_FRAGMENT:
+            yield start, stop
+            start = stop
+        stop += size
+        rows = max(ROWS_PER_FRAGMENT, size // most_parts)
+        while stop - start > 2 * rows:
+            yield start, start + rows
+            start += rows
+    if stop > start:
+        yield start, stop
