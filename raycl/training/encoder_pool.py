@@ -28,9 +28,7 @@ _NUM_TRIES = 2  # encoders that a request is sent to
 # Fractions of the time that callers wait: the pool grows above, may shrink below.
 _WAITING, _IDLE = 0.05, 0.01
 _BUSY = 0.7  # of the time, the most that the encoders left after shrinking may work
-_MAX_PATIENCE = (
-    60  # intervals without waits before the pool shrinks: fewer encoders may do the work, but too late
-)
+_MAX_PATIENCE = 60  # intervals before a pool shrinks: fewer encoders may do the work, but too late
 _MAX_DELAY_S = 60.0  # before an encoder is replaced, if the ones before failed too
 _START_S = 60.0  # after which a pool without encoders reports that they wait
 
