@@ -1,7 +1,7 @@
 """The benchmarks that ``run.py`` runs, in its order, with the aims of the project where there are any.
 
-Not among them are ``gpu.py``, which needs a GPU, ``scale.py``, ``autoscale.py`` and ``soak.py``, which have
-documents of their own, and ``monitor.py`` and ``bank_query.py``, which have no peer.
+Not among them are ``gpu.py``, which needs a GPU, ``scale.py``, ``autoscale.py``, ``autoscale_keys.py`` and ``soak.py``,
+which have documents of their own, and ``monitor.py`` and ``bank_query.py``, which have no peer.
 """
 
 from typing import Any
