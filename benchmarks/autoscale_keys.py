@@ -1,6 +1,6 @@
 """A pool of key encoders that makes its cluster grow while the worker waits for keys, and lets it shrink afterwards.
 
-    python benchmarks/autoscale_keys.py [--actors 3] [--steps 1500 400] [--boot-s 5]
+    python benchmarks/autoscale_keys.py [--actors 3] [--steps 800 120] [--boot-s 5]
         [--output docs/images/autoscale_keys.png]
 
 Starts the growing cluster of ``autoscale.py``. One worker trains ``moco_v2`` on the demo's digits, with keys from 1 to
@@ -37,7 +37,7 @@ def settings_of(actors: int, steps: list[int]) -> dict[str, Any]:
     settings |= {"checkpoints.interval_s": 600, "log_every_steps": 10, "data.image_size": 32}
     for number, (length, size) in enumerate(zip(steps, BATCH_SIZES, strict=True)):
         settings |= {f"stages.{number}.steps": length, f"stages.{number}.batch_size": size}
-    return settings | {"stages.0.epochs": "null", "stages.1.loss": "info_nce"}
+    return settings | {"stages.0.epochs": "null", "stages.1.epochs": "null", "stages.1.loss": "info_nce"}
 
 
 def draw(seen: dict[str, Any], path: Path) -> None:
@@ -64,7 +64,7 @@ def draw(seen: dict[str, Any], path: Path) -> None:
 def main() -> None:
     flags: dict[str, Any] = {
         "actors": 3,
-        "steps": [1_500, 400],
+        "steps": [800, 120],
         "boot_s": 5.0,
         "output": "autoscale_keys.png",
     }
