@@ -1,12 +1,12 @@
 """A pool of key encoders that makes its cluster grow while the worker waits for keys, and lets it shrink afterwards.
 
-    python benchmarks/autoscale_keys.py [--actors 3] [--steps 800 120] [--boot-s 5]
+    python benchmarks/autoscale_keys.py [--actors 3] [--steps 800 70] [--boot-s 5]
         [--output docs/images/autoscale_keys.png]
 
-Starts the growing cluster of ``autoscale.py``. One worker trains ``moco_v2`` on the demo's digits, with keys from 1 to
+Starts the growing cluster of ``autoscale.py``. One worker trains ``moco_v2`` on copies of the demo's digits, with keys from 1 to
 ``--actors`` actors, each on a node of its own. An actor sleeps for 0.1 s in each batch, as if it waited for a device of
 its own: the two cores of this machine compute little of the keys. The first of two stages has small batches, whose keys
-one actor cannot encode in time, and the second batches of eight times as many rows, whose steps take longer. Drawn are
+one actor cannot encode in time, and the second batches of 16 times as many rows, whose steps take longer. Drawn are
 nodes, the ``key_encoders`` that are ready, and ``keys_fraction``, the part of the time in which the worker waited for keys
 or encoded them. Beside the picture lies a JSON file of the same name with every number in it.
 """
@@ -16,16 +16,29 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 from autoscale import SETTINGS, watch
 from measuring import describe_machine, make_parser, write_json
 from pictures import BLUE, ORANGE, panels, save
 
+from raycl.demo.digits import write_digits
+from raycl.storage import Place
 from tests.growing_cluster import growing_cluster
 
 KEY_S = 0.1
 NETWORK = {"name": "tests.cluster.networks:slow_keys", "kwargs.seconds": KEY_S, "kwargs.image_size": 32}
 NETWORK |= {"kwargs.stem": "half", "kwargs.width": 0.5}
-BATCH_SIZES = (32, 256)
+BATCH_SIZES = (32, 512)
+COPIES = 8
+
+
+def many_digits(folder: Path) -> str:
+    """Write the demo's digits eight times: at the end of an epoch, the worker waits for its last keys."""
+    data, _ = write_digits(Place(str(folder / "few")))
+    table = pq.read_table(data)
+    pq.write_table(pa.concat_tables([table] * COPIES), folder / "many.parquet")
+    return str(folder / "many.parquet")
 
 
 def settings_of(actors: int, steps: list[int]) -> dict[str, Any]:
@@ -64,7 +77,7 @@ def draw(seen: dict[str, Any], path: Path) -> None:
 def main() -> None:
     flags: dict[str, Any] = {
         "actors": 3,
-        "steps": [800, 120],
+        "steps": [800, 70],
         "boot_s": 5.0,
         "output": "autoscale_keys.png",
     }
@@ -73,7 +86,8 @@ def main() -> None:
     settings = settings_of(options.actors, options.steps)
     with growing_cluster(max_nodes=options.actors + 1, boot_s=options.boot_s) as cluster:
         fields = ("key_encoders", "keys_fraction", "stage")
-        seen = watch(cluster, "moco_v2", {"--workers": 1}, settings, *fields)
+        flags = {"--data": many_digits(cluster.folder), "--workers": 1}
+        seen = watch(cluster, "moco_v2", flags, settings, *fields)
     picture = Path(options.output)
     draw(seen, picture)
     write_json(
