@@ -1,10 +1,10 @@
-"""A pool of key encoders that makes its cluster grow while the worker waits for keys, and lets it shrink afterwards.
+"""A pool of key encoders that makes its cluster grow while the worker waits for keys: nodes, actors and waits over time.
 
     python benchmarks/autoscale_keys.py [--actors 3] [--steps 800 70] [--boot-s 5]
         [--output docs/images/autoscale_keys.png]
 
-Starts the growing cluster of ``autoscale.py``. One worker trains ``moco_v2`` on copies of the demo's digits, with keys from 1 to
-``--actors`` actors, each on a node of its own. An actor sleeps for 0.1 s in each batch, as if it waited for a device of
+Starts the growing cluster of ``autoscale.py``. One worker trains ``moco_v2`` on copies of the demo's digits, with keys
+from 1 to ``--actors`` actors, each on a node of its own. An actor sleeps for 0.1 s in each batch, as if it waited for a device of
 its own: the two cores of this machine compute little of the keys. The first of two stages has small batches, whose keys
 one actor cannot encode in time, and the second batches of 16 times as many rows, whose steps take longer. Drawn are
 nodes, the ``key_encoders`` that are ready, and ``keys_fraction``, the part of the time in which the worker waited for keys
@@ -34,7 +34,7 @@ COPIES = 8
 
 
 def many_digits(folder: Path) -> str:
-    """Write the demo's digits eight times: at the end of an epoch, the worker waits for its last keys."""
+    """Write the demo's digits eight times, so that no epoch ends: the worker waits for the last keys of each."""
     data, _ = write_digits(Place(str(folder / "few")))
     table = pq.read_table(data)
     pq.write_table(pa.concat_tables([table] * COPIES), folder / "many.parquet")

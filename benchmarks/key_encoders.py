@@ -12,8 +12,9 @@ of BatchNorm are those that it logged. With BatchNorm the smallest mean age is 3
 
 ``pace`` pins the worker to the first core, and all other processes, the actors among them, to the remaining ones. The
 sides take turns. ``step_ms`` is the median of the steps whose keys came from the pool, and ``images_s`` comes from their
-mean; ``keys`` is the fraction of the time in which the worker waited for keys or encoded them. With ``--key-ms`` each actor also sleeps so long for a batch, as if
-it waited for a device of its own: the table shows how many such actors one worker needs.
+mean; ``keys`` is the fraction of the time in which the worker waited for keys or encoded them. With ``--key-ms`` each
+actor also sleeps for so many milliseconds in each batch, as if it waited for a device of its own: the table shows how many
+such actors one worker needs.
 """
 
 import argparse

@@ -6,9 +6,9 @@
 FOLDER holds train.parquet and test.parquet with the columns ``query`` and ``document``, and those of product offers
 ``dataset`` and ``label`` as well: only pairs with label 1 are trained on. The ways have equal minutes of
 training and mining on as many cores: two workers, or one worker and the encoder of the miner. ``once`` mines by
-``raycl mine`` after half of its time, ``every epoch`` after each epoch, and both continue the same run on the new negatives, which
-``raycl train --resume`` would refuse as other data; the time of the command, which starts processes and reads the data, counts. Every way has a constant learning rate and the same
-number of negatives for each query. The number of epochs that fit comes from a trial of one epoch, so the minutes differ by up to an epoch;
+``raycl mine`` after half of its time, ``every epoch`` after each epoch, and both continue the same run on the new negatives,
+which ``raycl train --resume`` would refuse as other data; the time of the command, which starts processes and reads the
+data, counts. Every way has a constant learning rate, and all but ``in-batch`` the same number of negatives for each query. The number of epochs that fit comes from a trial of one epoch, so the minutes differ by up to an epoch;
 the table has those that were used. ``clock`` are the minutes from the first to the last line of the log, which include the start of
 processes for each part of a run. A run is judged by nDCG@10 and recall@10 of the test questions among the test answers, beside
 BM25, and on product offers by the mean over the data sets of the average precision of the test pairs, beside TF-IDF.
