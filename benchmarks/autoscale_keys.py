@@ -1,12 +1,12 @@
-"""A pool of key encoders that makes its cluster grow while the worker waits for keys: nodes, actors and waits over time.
+"""A pool of key encoders that grows and shrinks with its demand: nodes, actors and waits over time.
 
-    python benchmarks/autoscale_keys.py [--actors 3] [--steps 800 70] [--boot-s 5]
+    python benchmarks/autoscale_keys.py [--actors 3] [--steps 700 78] [--boot-s 5]
         [--output docs/images/autoscale_keys.png]
 
 Starts the growing cluster of ``autoscale.py``. One worker trains ``moco_v2`` on copies of the demo's digits, with keys
-from 1 to ``--actors`` actors, each on a node of its own. An actor sleeps for 0.1 s in each batch, as if it waited for a device of
-its own: the two cores of this machine compute little of the keys. The first of two stages has small batches, whose keys
-one actor cannot encode in time, and the second batches of 16 times as many rows, whose steps take longer. Drawn are
+from 1 to ``--actors`` actors, each on a node of its own. An actor sleeps for 0.15 s in each batch, and the worker for 1 ms
+an image, as if each waited for a device of its own. The first of two stages has small batches, whose keys one actor
+cannot encode in time; the second has batches of 16 times as many rows, for which one actor is enough. Drawn are
 nodes, the ``key_encoders`` that are ready, and ``keys_fraction``, the part of the time in which the worker waited for keys
 or encoded them. Beside the picture lies a JSON file of the same name with every number in it.
 """
@@ -26,15 +26,19 @@ from raycl.demo.digits import write_digits
 from raycl.storage import Place
 from tests.growing_cluster import growing_cluster
 
-KEY_S = 0.1
-NETWORK = {"name": "tests.cluster.networks:slow_keys", "kwargs.seconds": KEY_S, "kwargs.image_size": 32}
-NETWORK |= {"kwargs.stem": "half", "kwargs.width": 0.5}
+KEY_S, IMAGE_S = 0.15, 0.001
+NETWORK = {
+    "name": "tests.cluster.networks:slow_keys",
+    "kwargs.seconds": KEY_S,
+    "kwargs.image_seconds": IMAGE_S,
+}
+NETWORK |= {"kwargs.image_size": 32, "kwargs.stem": "half", "kwargs.width": 0.25}
 BATCH_SIZES = (32, 512)
 COPIES = 8
 
 
 def many_digits(folder: Path) -> str:
-    """Write the demo's digits eight times, so that no epoch ends: the worker waits for the last keys of each."""
+    """Write the demo's digits eight times, so that no stage reaches the end of its epoch, where the worker waits for keys."""
     data, _ = write_digits(Place(str(folder / "few")))
     table = pq.read_table(data)
     pq.write_table(pa.concat_tables([table] * COPIES), folder / "many.parquet")
@@ -48,6 +52,7 @@ def settings_of(actors: int, steps: list[int]) -> dict[str, Any]:
     pool = {"location": "actors", "actors": actors, "min_actors": 1, "ahead": 4, "max_age": 10**6}
     settings |= {f"momentum_encoder.{key}": value for key, value in pool.items()}
     settings |= {"checkpoints.interval_s": 600, "log_every_steps": 10, "data.image_size": 32}
+    settings |= {"data.cache": "materialize"}
     for number, (length, size) in enumerate(zip(steps, BATCH_SIZES, strict=True)):
         settings |= {f"stages.{number}.steps": length, f"stages.{number}.batch_size": size}
     return settings | {"stages.0.epochs": "null", "stages.1.epochs": "null", "stages.1.loss": "info_nce"}
@@ -77,7 +82,7 @@ def draw(seen: dict[str, Any], path: Path) -> None:
 def main() -> None:
     flags: dict[str, Any] = {
         "actors": 3,
-        "steps": [800, 70],
+        "steps": [700, 78],
         "boot_s": 5.0,
         "output": "autoscale_keys.png",
     }

@@ -190,17 +190,23 @@ def slow_words(*, marker: str, **arguments: Any) -> nn.Module:
 
 
 class SlowKeys(nn.Module):
-    """Delays each batch in an actor that encodes keys by ``seconds``, as another device would that works so long."""
+    """Delays each batch in an actor that encodes keys by ``seconds``, and in a worker by ``image_seconds`` an image.
 
-    def __init__(self, network: nn.Module, seconds: float) -> None:
+    As if each had a device of its own, which works so long.
+    """
+
+    def __init__(self, network: nn.Module, seconds: float, image_seconds: float) -> None:
         super().__init__()
-        self.network, self._seconds = network, seconds
+        self.network, self._seconds, self._image_seconds = network, seconds, image_seconds
 
     def forward(self, images: Tensor) -> Tensor:
-        if Path("/proc/self/cmdline").read_bytes().startswith(b"ray::EncoderActor"):
-            time.sleep(self._seconds)
+        is_actor = Path("/proc/self/cmdline").read_bytes().startswith(b"ray::EncoderActor")
+        if is_actor or self.training:
+            time.sleep(self._seconds if is_actor else self._image_seconds * len(images))
         return self.network(images)
 
 
-def slow_keys(*, seconds: float, name: str = "resnet10", **arguments: Any) -> nn.Module:
-    return SlowKeys(build_image_encoder(name, **arguments), seconds)
+def slow_keys(
+    *, seconds: float, image_seconds: float = 0.0, name: str = "resnet10", **arguments: Any
+) -> nn.Module:
+    return SlowKeys(build_image_encoder(name, **arguments), seconds, image_seconds)
