@@ -284,10 +284,10 @@ def test_small_images_get_a_small_encoder_without_a_gpu(name: str, monkeypatch: 
         return plan.config
 
     on_cpu, papers = planned(), recipe(name, image_size=32)
-    encoder = (on_cpu.encoder.name, on_cpu.encoder.stem, on_cpu.encoder.width)
-    assert encoder == ("resnet10", "half", 0.5)
-    assert on_cpu.augment.crop_scale == (0.2, 1.0)
     with_muon = name in ("simclr", "moco_v2")
+    encoder = (on_cpu.encoder.name, on_cpu.encoder.stem, on_cpu.encoder.width, on_cpu.encoder.whitening)
+    assert encoder == ("resnet10", "half", 0.5, 3.0 if with_muon else None)
+    assert on_cpu.augment.crop_scale == (0.2, 1.0)
     assert (on_cpu.optimizer.name == "muon") == with_muon
     assert (on_cpu.stages == papers.stages) != with_muon
     head = papers.projection_head

@@ -275,15 +275,14 @@ def test_a_network_that_uses_a_layer_twice_is_saved_and_loaded(tmp_path: Path) -
     torch.testing.assert_close(load_encoder(run, trusted=["tests"])(images), expected)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("num_layers", [None, 0, 1])
+@pytest.mark.parametrize("last", ["none", "head of 0", "head of 1", "whitened"])
 @pytest.mark.parametrize(("name", "dim"), [("vit_tiny", 192), ("resnet18", 512)])
-def test_the_named_network_loads_the_weights(
-    name: str, dim: int, num_layers: int | None, tmp_path: Path
-) -> None:
+def test_the_named_network_loads_the_weights(name: str, dim: int, last: str, tmp_path: Path) -> None:
+    num_layers = int(last[-1]) if last[-1].isdigit() else None
     head = None if num_layers is None else HeadSpec(num_layers=num_layers, dim=7 if num_layers else dim)
-    run = write_images_run(
-        tmp_path / "run", name, head=head, stem="standard" if dim == 512 else "auto", representation_dim=dim
-    )
+    stem = "standard" if dim == 512 else "auto"
+    values = {"stem": stem, "representation_dim": dim, "whitened": last == "whitened"}
+    run = write_images_run(tmp_path / "run", name, head=head, **values)
     assert "weights.pth" in export_encoder(run, str(tmp_path / "out"), to="torchvision")
     named = json.loads((tmp_path / "out" / "architecture.json").read_text())
     assert named["network"] == f"torchvision.models.{'VisionTransformer' if dim == 192 else name}"
@@ -300,11 +299,19 @@ def test_the_named_network_loads_the_weights(
     [
         ("resnet18", {}),
         ("resnet10", {"stem": "half", "width": 0.5, "representation_dim": 256, "channels": 1}),
+        ("resnet10", {"stem": "half", "width": 0.5, "representation_dim": 256, "whitened": True}),
         ("resnet50", {"width": 0.125, "representation_dim": 256, "head": HeadSpec(num_layers=1, dim=7)}),
         ("vit_tiny", {"channels": 1, "representation_dim": 192}),
         ("vit_tiny", {"channels": 1, "representation_dim": 192, "head": HeadSpec(num_layers=1, dim=7)}),
     ],
-    ids=["small stem", "half stem, narrow, gray", "bottlenecks, head", "gray", "gray, head"],
+    ids=[
+        "small stem",
+        "half stem, narrow, gray",
+        "half stem, narrow, whitened",
+        "bottlenecks, head",
+        "gray",
+        "gray, head",
+    ],
 )
 def test_a_network_unknown_to_torchvision_is_built_by_the_exported_file(
     name: str, values: dict[str, Any], tmp_path: Path

@@ -29,6 +29,13 @@ NETWORKS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("name", ["resnet18", "vit_tiny"])
+def test_timm_has_the_layer_that_whitens(name: str, tmp_path: Path) -> None:
+    run = write_images_run(tmp_path / "run", name, whitened=True, **NETWORKS[name])
+    theirs = eval(export_encoder(run, str(tmp_path / "out"), to="timm"), {"timm": timm})
+    assert_same_images(theirs, run)
+
+
 @pytest.mark.parametrize(
     ("name", "num_layers"),
     [

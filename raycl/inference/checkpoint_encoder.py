@@ -14,9 +14,10 @@ from raycl.config import RunConfig
 from raycl.config.overrides import config_from_yaml
 from raycl.errors import ConfigError, StorageError
 from raycl.models.build import build_encoder, complete_spec, encoder_specs, load_tokenizer
-from raycl.models.encoder_io import ImageEncoder, SavedEncoder, TextEncoder, load_state
+from raycl.models.encoder_io import ImageEncoder, SavedEncoder, TextEncoder, load_state, whitened
 from raycl.models.registry import SideName, check_trusted
 from raycl.models.specs import EncoderSpec, HeadSpec, ImageEncoderSpec, TextEncoderSpec
+from raycl.models.whitening import Whitening
 from raycl.records import CHECKPOINTS, CONFIG, STATE, last_checkpoint
 from raycl.storage import Place, absolute
 from raycl.tokenization import Tokenizer, Vocabulary
@@ -144,11 +145,16 @@ class _Opened:
     def encoder(self, spec: EncoderSpec, weights: Mapping[str, Tensor], prefix: str) -> SavedEncoder:
         """Return the encoder whose weights have this prefix."""
         assert isinstance(spec, ImageEncoderSpec | TextEncoderSpec), "there are no others"
+        of_encoder = _weights_below(f"{prefix}encoder.", weights)
+        if self.config.encoder.whitening is not None and spec.projection_head is None:
+            whitening = Whitening(spec.representation_dim, shrinkage=self.config.encoder.whitening)
+            whitening.load_state_dict(_weights_below(f"{prefix}whitening.", weights))
+            spec, of_encoder = whitened(spec, of_encoder, whitening)
         return SavedEncoder(
             uri=self.output.uri,
             named_in=(self.output / CONFIG).uri,
             spec=spec,
-            weights=_weights_below(f"{prefix}encoder.", weights),
+            weights=of_encoder,
             head_weights=_weights_below(f"{prefix}projection_head.", weights),
             tokenizer=self.tokenizer if isinstance(spec, TextEncoderSpec) else None,
         )

@@ -16,6 +16,7 @@ from raycl.models.registry import KEY, OWN, TOKENIZER, VITS
 from raycl.models.specs import EncoderSpec, HeadSpec, ImageEncoderSpec, TextEncoderSpec
 from raycl.models.text import BagOfSubwords, text_example, text_representation_dim
 from raycl.models.towers import Tower, Towers, TwoTowers, build_projection_head
+from raycl.models.whitening import Whitening
 from raycl.storage import Place
 from raycl.tokenization import Tokenizer, Vocabulary
 
@@ -132,7 +133,10 @@ def build_towers(
         if isinstance(spec, ImageEncoderSpec):
             _check_image_sizes(config, encoder, dim)
         head = build_projection_head(dim, **config.projection_head.model_dump())
-        made.append(Tower(encoder, head, normalize=not config.has_prediction_head))
+        whitening = None
+        if config.encoder.whitening is not None:
+            whitening = Whitening(dim, shrinkage=config.encoder.whitening)
+        made.append(Tower(encoder, head, normalize=not config.has_prediction_head, whitening=whitening))
     towers: Towers = TwoTowers(made[0], made[-1]) if config.has_two_towers else made[0]
     if config.batchnorm == "local_view" and not any(
         isinstance(each, _BatchNorm) for each in towers.modules()
@@ -214,6 +218,7 @@ def save_towers(
             complete_spec(spec, tower.encoder, own=own),
             folder,
             projection_head=None if spec.projection_head is None else tower.projection_head,
+            whitening=tower.whitening,
             tokenizer=tokenizer if isinstance(spec, TextEncoderSpec) else None,
         )
 

@@ -8,9 +8,9 @@ import copy
 import io
 import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import numpy as np
 import safetensors
@@ -26,6 +26,7 @@ from raycl.augment.images import as_tensor, center_view
 from raycl.batchnorm import replace_batchnorm
 from raycl.data.images import ImageFormat, InvalidImageError
 from raycl.errors import ConfigError, DataError, StorageError, one_line
+from raycl.models.image import last_layer
 from raycl.models.registry import (
     HEAD_WEIGHTS,
     KEY,
@@ -39,8 +40,11 @@ from raycl.models.registry import (
 )
 from raycl.models.specs import EncoderSpec, ImageEncoderSpec, TextEncoderSpec
 from raycl.models.towers import build_projection_head
+from raycl.models.whitening import Whitening
 from raycl.storage import Place
 from raycl.tokenization import InvalidTextError, Tokenizer, padded_rows, read_text
+
+Spec = TypeVar("Spec", bound=EncoderSpec)
 
 
 @final
@@ -194,15 +198,29 @@ def save_encoder(
     output: Place,
     *,
     projection_head: nn.Module | None = None,
+    whitening: Whitening | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> None:
     """Write the encoder's files to ``output``; raises ``StorageError``."""
-    (output / WEIGHTS).write_bytes(_to_bytes(encoder))
+    spec, weights = whitened(spec, encoder.state_dict(), whitening)
+    (output / WEIGHTS).write_bytes(_to_bytes(weights))
     if projection_head is not None:
-        (output / HEAD_WEIGHTS).write_bytes(_to_bytes(projection_head))
+        (output / HEAD_WEIGHTS).write_bytes(_to_bytes(projection_head.state_dict()))
     if tokenizer is not None:
         (output / TOKENIZER).write_text(tokenizer.to_json())
     (output / SPEC).write_text(spec.model_dump_json(indent=2) + "\n")
+
+
+def whitened(
+    spec: Spec, weights: Mapping[str, Tensor], whitening: Whitening | None
+) -> tuple[Spec, dict[str, Tensor]]:
+    """Return the spec and the weights of an encoder with the layer that whitens its representations, if any."""
+    if whitening is None:
+        return spec, dict(weights)
+    layer = {
+        f"{last_layer(spec.name)}.{name}": value for name, value in whitening.layer().state_dict().items()
+    }
+    return spec.model_copy(update={"whitened": True}), {**weights, **layer}
 
 
 def read_encoder(uri: str, *, side: SideName = "query") -> SavedEncoder:
@@ -297,10 +315,10 @@ def _read_tokenizer(output: Place, spec: TextEncoderSpec) -> Tokenizer:
     return tokenizer
 
 
-def _to_bytes(module: nn.Module) -> bytes:
+def _to_bytes(weights: Mapping[str, Tensor]) -> bytes:
     # Copies, since safetensors refuses the weights of a layer that a network has under two names.
-    weights = {name: value.detach().cpu().contiguous().clone() for name, value in module.state_dict().items()}
-    return safetensors.torch.save(weights)
+    copies = {name: value.detach().cpu().contiguous().clone() for name, value in weights.items()}
+    return safetensors.torch.save(copies)
 
 
 def _load_weights(network: nn.Module, weights: dict[str, Tensor], uri: str) -> None:

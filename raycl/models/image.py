@@ -10,6 +10,7 @@ from raycl.errors import ConfigError
 from raycl.models.custom import build_network, output_dim
 from raycl.models.registry import RESNETS, VITS, check_encoder_name
 from raycl.models.vision import BasicBlock, Bottleneck, ResNet, VisionTransformer
+from raycl.models.whitening import identity_layer
 
 Stem = Literal["auto", "small", "half", "standard"]
 SMALL = 64  # pixels: "auto" means the small stem up to this size
@@ -25,13 +26,15 @@ def build_image_encoder(
     stem: Stem = "auto",
     width: float = 1.0,
     arguments: Mapping[str, Any] | None = None,
+    whitened: bool = False,
 ) -> nn.Module:
     """Build an untrained encoder: images [batch, channels, size, size] to representations.
 
     ``name`` is a ResNet, a ViT, or ``package.module:function`` for your own, called with ``arguments``.
     The small stem is a 3x3 convolution without pooling, the half stem the same with stride 2 (a quarter
     of the work); a ViT takes patches of 4 or 8 instead of 16 pixels.
-    ``width`` multiplies the channels. Raises ``ConfigError`` for an unknown name.
+    ``width`` multiplies the channels. A ``whitened`` encoder has a last linear layer, see
+    :class:`~raycl.models.whitening.Whitening`. Raises ``ConfigError`` for an unknown name.
     """
     check_encoder_name(name, is_text=False)
     if ":" in name:
@@ -42,9 +45,20 @@ def build_image_encoder(
         stem = "small" if image_size <= SMALL else "standard"
     if name in VITS:
         standard = 32 if name.endswith("_32") else 16
-        return _build_vit(name, image_size, channels, {"small": 4, "half": 8}.get(stem, standard), width)
-    block, layers = RESNETS[name]
-    return _ScaledResNet(BLOCKS[block], list(layers), width=width, channels=channels, stem=stem)
+        patch = {"small": 4, "half": 8}.get(stem, standard)
+        network: ResNet | VisionTransformer = _build_vit(name, image_size, channels, patch, width)
+    else:
+        block, layers = RESNETS[name]
+        network = _ScaledResNet(BLOCKS[block], list(layers), width=width, channels=channels, stem=stem)
+    if whitened:
+        dim = representation_dim(network, image_size=image_size, channels=channels)
+        setattr(network, last_layer(name), identity_layer(dim))
+    return network
+
+
+def last_layer(name: str) -> str:
+    """Return the name of the last layer of a ResNet or ViT, which is the identity unless it is whitened."""
+    return "heads" if name in VITS else "fc"
 
 
 def representation_dim(

@@ -50,7 +50,7 @@ class EncoderSpec(BaseModel, ABC):
 
 @final
 class ImageEncoderSpec(EncoderSpec):
-    """An image encoder and how its images are prepared."""
+    """An image encoder and how its images are prepared; ``whitened`` adds a last linear layer."""
 
     kind: Literal["image"] = "image"
     image_size: int
@@ -59,6 +59,7 @@ class ImageEncoderSpec(EncoderSpec):
     max_pixels: int = 64_000_000
     stem: Stem = "auto"
     width: float = 1.0
+    whitened: bool = False
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
@@ -71,6 +72,7 @@ class ImageEncoderSpec(EncoderSpec):
             stem=self.stem,
             width=self.width,
             arguments=self.arguments,
+            whitened=self.whitened,
         )
 
     def image_format(self) -> ImageFormat:

@@ -7,16 +7,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raycl.errors import ConfigError
+from raycl.models.whitening import Whitening
 
 
 @final
 class Tower(nn.Module):
-    """Encode examples and project them, onto the unit sphere if ``normalize``."""
+    """Encode examples and project them, onto the unit sphere if ``normalize``.
 
-    def __init__(self, encoder: nn.Module, projection_head: nn.Module, *, normalize: bool = True) -> None:
+    ``whitening`` follows the representations while they are trained.
+    """
+
+    def __init__(
+        self,
+        encoder: nn.Module,
+        projection_head: nn.Module,
+        *,
+        normalize: bool = True,
+        whitening: Whitening | None = None,
+    ) -> None:
         super().__init__()
         self.encoder = encoder
         self.projection_head = projection_head
+        self.whitening = whitening
         self._normalize = normalize
 
     @property
@@ -24,9 +36,20 @@ class Tower(nn.Module):
         """Return itself, as the only tower."""
         return (self,)
 
+    @property
+    def evaluated(self) -> nn.Module:
+        """Return the encoder as it is evaluated and saved: with ``whitening``, followed by its layer."""
+        if self.whitening is None:
+            return self.encoder
+        return nn.Sequential(self.encoder, self.whitening.layer()).train(self.encoder.training)
+
     def forward(self, rows: Tensor) -> Tensor:
         """Return embeddings [batch, dim], at least in float32, also under autocast."""
-        projected = self.projection_head(self.encoder(rows))
+        representation = self.encoder(rows)
+        # Chunks of a batch are embedded without gradients first.
+        if self.whitening is not None and self.training and torch.is_grad_enabled():
+            self.whitening.update(representation.detach())
+        projected = self.projection_head(representation)
         projected = projected.to(torch.promote_types(projected.dtype, torch.float32))
         return F.normalize(projected, dim=1) if self._normalize else projected
 

@@ -77,7 +77,7 @@ class KnnEvaluator:
 
     def measure(self, towers: Towers, device: torch.device) -> dict[str, float]:
         """Return the kNN top-1 accuracy; every worker encodes and classifies its own share."""
-        encoder = towers.towers[0].encoder
+        encoder = towers.towers[0].evaluated
         bank, bank_label = self._encode(encoder, self.bank, device)
         test, test_label = self._encode(encoder, self.test, device)
         bank, bank_label = gather_detached(bank), gather_detached(bank_label)
@@ -305,7 +305,7 @@ class SnapshotWriter:
             key = self._embed(towers.key_tower, plain_key, number, device)
             compared, num_compared = (embedding, key), number
         else:
-            embedding, key = self._embed(towers.encoder, plain, number, device), None
+            embedding, key = self._embed(towers.evaluated, plain, number, device), None
             num_compared = min(NUM_COMPARED, number)
             compared = self._two_views(towers, num_compared, device)
         key_id = torch.cat(list(map(self.transform.plain_key_id, self._share(num_compared))))

@@ -127,6 +127,11 @@ def _check_encoder_names(config: RunConfig, *, own_encoder: bool) -> None:
     kind = config.data.kind
     if not own_encoder:
         check_encoder_name(config.encoder.name, is_text=kind in ("text", "pairs"))
+    elif config.encoder.whitening is not None:
+        raise ConfigError(
+            "encoder.whitening acts only with a network that raycl builds by its name, and encoder= is another; "
+            "set encoder.whitening=null"
+        )
     if kind == "image_text":
         check_encoder_name(config.text_encoder.name, is_text=True, key="text_encoder.name")
 

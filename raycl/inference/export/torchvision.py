@@ -12,7 +12,7 @@ from torchvision.models.resnet import ResNet
 
 from raycl.errors import ConfigError
 from raycl.models.encoder_io import ImageEncoder
-from raycl.models.image import BLOCKS
+from raycl.models.image import BLOCKS, last_layer
 from raycl.models.registry import RESNETS
 from raycl.models.specs import ImageEncoderSpec
 
@@ -59,8 +59,8 @@ class Encoder(resnet.ResNet):
 def torchvision_files(encoder: ImageEncoder) -> dict[str, bytes]:
     """Return the weights under torchvision's names, and a description of the network.
 
-    A projection head of one layer becomes the last layer. Without a head the network has no last layer
-    and returns its input, the representation. ``architecture.json`` names a network of torchvision with
+    A projection head of one layer becomes the last layer, as does the layer that whitens. Without either the network
+    has no last layer and returns its input, the representation. ``architecture.json`` names a network of torchvision with
     its arguments and the preparation of images. If torchvision has no such network, because of the stem,
     the width or the number of channels, ``model.py`` has a function ``build`` that returns it with its
     weights. Raises ``ConfigError`` for a network that is neither a ResNet nor a ViT, a norm other than
@@ -91,7 +91,7 @@ def torchvision_files(encoder: ImageEncoder) -> dict[str, bytes]:
 def network_and_head(
     encoder: ImageEncoder, package: str
 ) -> tuple[ResNet | VisionTransformer, list[nn.Module]]:
-    """Return torchvision's network and the layers of the projection head, at most one.
+    """Return torchvision's network and its last layer: that of the projection head, or the one that whitens; if any.
 
     Raises ``ConfigError``, which names the package to export to, unless the network is torchvision's.
     """
@@ -101,12 +101,15 @@ def network_and_head(
         layers = list(head.children())
     _check(encoder.spec, network, package)
     assert isinstance(network, ResNet | VisionTransformer)
+    if encoder.spec.whitened:
+        layers = [getattr(network, last_layer(encoder.spec.name))]
     return network, layers
 
 
 def weights_of(network: nn.Module, layers: list[nn.Module], last: str) -> dict[str, Tensor]:
     """Return the weights of a network, and those of its head under the name of the last layer."""
-    weights = dict(network.state_dict())
+    replaced = ("fc.", "heads.")  # the layer that whitens
+    weights = {name: value for name, value in network.state_dict().items() if not name.startswith(replaced)}
     weights |= {f"{last}.{name}": value for layer in layers for name, value in layer.state_dict().items()}
     return {name: value.detach().cpu() for name, value in weights.items()}
 

@@ -1,0 +1,71 @@
+"""Whitening: a last layer that evens out the variances of a trained encoder's representations."""
+
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+# Of a batch among the moments: they follow the last hundred batches.
+_WEIGHT = 0.01
+
+
+@final
+class Whitening(nn.Module):
+    """Running moments of representations [batch, dim], and the linear layer that whitens them.
+
+    The covariance C of the representations has few directions of large variance, which rule distances and cosines.
+    With the mean variance v and the ``shrinkage`` a, the layer subtracts the mean and multiplies by
+    ((C / v + a) / (1 + a))^(-1/2), which is symmetric (ZCA: Bell and Sejnowski, 1997; for search: Jégou and Chum,
+    2012). A large ``a`` leaves the variances as they are, and 0 makes them equal.
+
+    Training never reads the moments. Without any, the layer is the identity.
+    """
+
+    mean: Tensor
+    second_moment: Tensor
+    num_batches: Tensor
+
+    def __init__(self, dim: int, *, shrinkage: float) -> None:
+        super().__init__()
+        self._shrinkage = shrinkage
+        self.register_buffer("mean", torch.zeros(dim))
+        # Not centered, so that the mean over workers is that of all rows.
+        self.register_buffer("second_moment", torch.zeros(dim, dim))
+        self.register_buffer("num_batches", torch.zeros((), dtype=torch.int64))
+
+    def extra_repr(self) -> str:
+        """Return what the network's description shows."""
+        return f"shrinkage={self._shrinkage:g}"
+
+    @torch.no_grad()
+    def update(self, rows: Tensor) -> None:
+        """Take a batch of representations [batch, dim] into the moments; the first ones count equally."""
+        self.num_batches += 1
+        weight = (1 / self.num_batches).clamp(min=_WEIGHT).to(self.mean.dtype)
+        with torch.autocast(rows.device.type, enabled=False):
+            rows = rows.to(self.mean.dtype)
+            self.mean.lerp_(rows.mean(0), weight)
+            self.second_moment.lerp_(rows.T @ rows / len(rows), weight)
+
+    @torch.no_grad()
+    def layer(self) -> nn.Linear:
+        """Return the layer, [batch, dim] to [batch, dim]."""
+        mean = self.mean.double()
+        covariance = self.second_moment.double() - mean.outer(mean)
+        variance = covariance.diagonal().mean()
+        layer = identity_layer(len(mean)).to(self.mean)
+        if variance > 0 and covariance.isfinite().all():
+            variances, directions = torch.linalg.eigh(covariance / variance)
+            scales = ((variances.clamp(min=0) + self._shrinkage) / (1 + self._shrinkage)).rsqrt()
+            weight = (directions * scales) @ directions.T
+            layer.weight.copy_(weight)
+            layer.bias.copy_(-(weight @ mean))
+        return layer
+
+
+def identity_layer(dim: int) -> nn.Linear:
+    """Return a linear layer that changes nothing."""
+    layer = nn.utils.skip_init(nn.Linear, dim, dim)  # draws nothing
+    nn.init.eye_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer.requires_grad_(False)

@@ -1,0 +1,183 @@
+"""Whitening: its layer beside the formula in float64, and where a run applies it."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from raycl import load_encoder
+from raycl.config import RunConfig
+from raycl.config.overrides import config_to_yaml, override
+from raycl.errors import ConfigError
+from raycl.evaluation.knn import knn_accuracy
+from raycl.models.build import build_towers, save_towers
+from raycl.models.momentum import MomentumEncoder
+from raycl.models.towers import Tower
+from raycl.models.whitening import Whitening
+from raycl.recipes import recipe
+from raycl.storage import Place
+from raycl.training.preflight import _check_encoder_names
+from tests.test_checkpoint_encoder import list_checkpoint, write_checkpoint
+
+DIM = 12
+
+
+def rows(number: int = 4_000) -> Tensor:
+    """Return rows with a mean, and variances from 0.04 to 100."""
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.linalg.qr(torch.randn(DIM, DIM, generator=generator)).Q
+    scaled = torch.randn(number, DIM, generator=generator) * torch.logspace(-0.7, 1, DIM)
+    return scaled @ directions + 2
+
+
+def whitening_of(*batches: Tensor, shrinkage: float = 0.5) -> Whitening:
+    whitening = Whitening(DIM, shrinkage=shrinkage)
+    for batch in batches:
+        whitening.update(batch)
+    return whitening
+
+
+def config_of(**settings: Any) -> RunConfig:
+    small = {"encoder.name": "resnet10", "encoder.width": 0.125, "data.channels": 1, "encoder.whitening": 1.0}
+    return override(recipe("simclr", image_size=16), small | settings)
+
+
+def trained_tower(config: RunConfig) -> Tower:
+    """Return a tower that has seen a few batches in training mode."""
+    tower = cast("Tower", build_towers(config)).train()
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        tower(torch.randn(64, 1, 16, 16, generator=generator)).sum().backward()
+    return tower.eval()
+
+
+# The layer
+
+
+@pytest.mark.parametrize("shrinkage", [0.0, 0.5, 3.0])
+def test_the_layer_is_the_formula_in_float64(shrinkage: float) -> None:
+    data = rows()
+    layer = whitening_of(*data.split(40), shrinkage=shrinkage).layer()  # 100 batches count equally
+    exact = data.double().numpy()
+    covariance = np.cov(exact, rowvar=False, bias=True)
+    ratio = (covariance / np.trace(covariance) * DIM + shrinkage * np.eye(DIM)) / (1 + shrinkage)
+    weight = layer.weight.double().numpy()
+    np.testing.assert_allclose(weight, weight.T, atol=1e-4)
+    np.testing.assert_allclose(weight @ ratio @ weight, np.eye(DIM), atol=2e-3)
+    assert (np.linalg.eigvalsh(weight) > 0).all()
+    np.testing.assert_allclose(layer(data).mean(0).numpy(), 0, atol=1e-3)
+
+
+def test_the_mean_of_two_workers_is_the_whole_batch() -> None:
+    halves = [whitening_of(*rows().split(40)[side::2]) for side in (0, 1)]
+    whole = whitening_of(*(torch.cat(rows().split(40)[at : at + 2]) for at in range(0, 100, 2)))
+    averaged = Whitening(DIM, shrinkage=0.5)
+    averaged.load_state_dict(
+        {
+            name: sum(each.state_dict()[name] for each in halves) / 2 if value.is_floating_point() else value
+            for name, value in whole.state_dict().items()
+        }
+    )
+    torch.testing.assert_close(averaged.layer().weight, whole.layer().weight, rtol=1e-4, atol=1e-5)
+
+
+def test_old_batches_are_forgotten() -> None:
+    old, new = rows().split(2_000)
+    followed = whitening_of(*(5 * old).split(40), *(new.split(40) * 20))
+    torch.testing.assert_close(
+        followed.layer().weight, whitening_of(*new.split(40)).layer().weight, rtol=0.05, atol=0.05
+    )
+
+
+@pytest.mark.parametrize("batches", [[], [torch.full((4, DIM), torch.nan)], [torch.ones(4, DIM)]])
+def test_without_variances_the_layer_is_the_identity(batches: list[Tensor]) -> None:
+    layer = whitening_of(*batches).layer()
+    torch.testing.assert_close(layer(rows(5)), rows(5))
+
+
+def test_the_layer_draws_no_random_numbers() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    whitening_of(rows()).layer()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_neighbors_are_better_where_large_variances_hide_the_classes() -> None:
+    data = rows(2_000)
+    weak = torch.linalg.eigh(torch.cov(data.T)).eigenvectors[:, 0]  # of the smallest variance
+    label = torch.arange(2_000) % 2
+    data = data + (label * 2.0 - 1)[:, None] * weak
+    layer = whitening_of(*data[:1_000].split(40), shrinkage=0.0).layer()
+
+    def accuracy(values: Tensor) -> float:
+        return knn_accuracy(values[1_000:], label[1_000:], values[:1_000], label[:1_000], k=20)
+
+    assert accuracy(layer(data)) > accuracy(data) + 0.15
+
+
+# In a run
+
+
+def test_embeddings_and_gradients_are_those_of_a_run_without_it() -> None:
+    with_it, without = (
+        cast("Tower", build_towers(config_of(**{"encoder.whitening": value}))) for value in (1.0, None)
+    )
+    views = torch.randn(8, 1, 16, 16)
+    for training in (True, False):
+        found, expected = (tower.train(training)(views) for tower in (with_it, without))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert [name for name, _ in with_it.named_parameters()] == [
+        name for name, _ in without.named_parameters()
+    ]
+
+
+def test_only_training_steps_count() -> None:
+    tower = cast("Tower", build_towers(config_of()))
+    assert tower.whitening is not None
+    views = torch.randn(8, 1, 16, 16)
+    tower.eval()(views)
+    with torch.no_grad():  # as the first pass over chunks, or a momentum encoder
+        tower.train()(views)
+    assert tower.whitening.num_batches == 0
+    tower(views)
+    assert tower.whitening.num_batches == 1
+
+
+def test_the_saved_encoder_has_the_layer(tmp_path: Path) -> None:
+    tower = trained_tower(config_of())
+    save_towers(tower, config_of(), None, Place(str(tmp_path)))
+    images = torch.randn(5, 1, 16, 16)
+    found = load_encoder(str(tmp_path))(images)  # pyright: ignore[reportArgumentType]
+    torch.testing.assert_close(found, tower.evaluated(images))
+    assert (found - tower.encoder(images)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_the_encoder_of_a_checkpoint_has_the_layer(averaged: bool, tmp_path: Path) -> None:
+    config = config_of(ema_decay=0.99 if averaged else None)
+    tower = trained_tower(config)
+    state: dict[str, Any] = {"tower": tower.state_dict()}
+    if averaged:
+        state = {"tower": build_towers(config).state_dict(), "ema": MomentumEncoder(tower).state_dict()}
+    (tmp_path / "config.yaml").write_text(config_to_yaml(config))
+    write_checkpoint(tmp_path, 5, state)
+    list_checkpoint(tmp_path, 5)
+    images = torch.randn(5, 1, 16, 16)
+    found = load_encoder(str(tmp_path))(images)  # pyright: ignore[reportArgumentType]
+    torch.testing.assert_close(found, tower.evaluated(images))
+
+
+def test_evaluated_keeps_the_mode_of_the_encoder() -> None:
+    tower = trained_tower(config_of())
+    assert not tower.evaluated.training
+    assert tower.train().evaluated.training
+
+
+def test_an_encoder_of_the_users_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"encoder\.whitening acts only with .* set encoder\.whitening=null"
+    ):
+        _check_encoder_names(config_of(), own_encoder=True)
