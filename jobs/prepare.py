@@ -72,7 +72,7 @@ def tokenizer(
     debug: Debug = False,
 ) -> None:
     """Train a tokenizer on the texts of some columns; OUTPUT ends in .json."""
-    trained = make_tokenizer(
+    trained, texts = make_tokenizer(
         data,
         output,
         columns=_columns(columns, ROLES, "texts"),
@@ -83,6 +83,9 @@ def tokenizer(
         debug=debug,
     )
     print(f"{trained.num_tokens:,} tokens in {output}")
+    if texts.num_invalid:
+        skipped = f"{texts.num_invalid:,} of {texts.num_rows:,} texts are invalid and were skipped"
+        print(f"{skipped}: {texts.describe_invalid()}", file=sys.stderr)
 
 
 @app.command()

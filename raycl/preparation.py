@@ -1,7 +1,7 @@
 """One-time conversions of a data set, so that runs can read it fast."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import numpy as np
@@ -219,20 +219,21 @@ def make_tokenizer(
     num_texts: int = 1_000_000,
     address: str | None = None,
     debug: bool = False,
-) -> Tokenizer:
+) -> tuple[Tokenizer, ReadStats]:
     """Train a tokenizer on at most ``num_texts`` texts at ``data`` and write it to ``output``.
 
-    Reads all ``columns`` as texts. ``output`` ends in .json; a run takes it as ``text.tokenizer``. Raises
-    ``ConfigError`` for an invalid size, ``DataError`` without texts.
+    Reads all ``columns`` as texts. ``output`` ends in .json; a run takes it as ``text.tokenizer``. Returns the tokenizer
+    and the counts of the texts. Raises ``ConfigError`` for an invalid size, ``DataError`` without texts.
     """
     asked = {"vocabulary_size": vocabulary_size, "lowercase": lowercase, "tokenizer_train_size": num_texts}
     settings = override(recipe("simcse"), {f"text.{name}": value for name, value in asked.items()}).text
     source = find_source(data, UnlabeledColumnNames(**vars(columns)))
     with writing_new(output, is_file=True) as place:
         connect_cluster(address, debug=debug)
-        vocabulary, _ = learn_vocabulary(settings, None, columns, [source], counted=False)
+        corpus = replace(source, columns=columns)  # not the columns of the usual names
+        vocabulary, stats = learn_vocabulary(settings, None, columns, [], corpus=corpus, counted=False)
         place.write_text(vocabulary.tokenizer.to_json())
-        return vocabulary.tokenizer
+        return vocabulary.tokenizer, stats
 
 
 @final

@@ -405,6 +405,13 @@ MUTATIONS = [
         "tests/test_gcl.py",
     ),
     Mutation(
+        "the weights of a batch alone are subnormal",
+        "raycl/losses/mutual.py",
+        "zero_denormals(torch.sub(tile, of_columns[down], out=other))",
+        "torch.sub(tile, of_columns[down], out=other)",
+        "tests/test_bidirectional.py",
+    ),
+    Mutation(
         "InfoNCE ignores the weights of rows in a ring",
         "raycl/losses/info_nce.py",
         "row_loss=weighted(row_loss, checked_weight(weight, query)),\n            with_gradient",

@@ -364,15 +364,17 @@ def test_no_matrix_product_has_subnormal_inputs(own: slice | None, monkeypatch: 
     tiny, smallest = torch.finfo(torch.float32).tiny, []
     original = tiled.product
 
-    def watched(left: Tensor, *others: Tensor) -> Tensor:
-        smallest.append(left.abs().masked_fill(left == 0, 1.0).amin())
-        return original(left, *others)
+    def watched(*inputs: Tensor, weights: int) -> Tensor:
+        smallest.append(inputs[weights].abs().masked_fill(inputs[weights] == 0, 1.0).amin())
+        return original(*inputs)
 
-    for module in ("softmax", "mutual"):
-        monkeypatch.setattr(f"raycl.losses.{module}.product", watched)
+    for module, place in (("softmax", 0), ("mutual", 1)):
+        monkeypatch.setattr(f"raycl.losses.{module}.product", partial(watched, weights=place))
     for temperature in (0.02, 0.01, 0.005):
         query, key = make_views(600, 64, noise=0.05)
         compare_with_plain(query, key, temperature, make_rows(300, 64), dtype=torch.float32, own=own)
+        batch = leaves(query, key, torch.tensor(temperature), dtype=torch.float32)
+        clip(*batch[:2], temperature=batch[2])  # computes the gradients as well
     assert tiny < min(smallest) < 1e4 * tiny
 
 

@@ -593,6 +593,29 @@ def test_a_pool_that_grows_twice_after_it_shrank_waits_only_four_times_as_long()
     run(check())
 
 
+@pytest.mark.parametrize(
+    ("waited_s", "busy_s", "num_missed"),
+    [(0.5, 0.0, 0), (5.0, 0.0, 0), (0.0, 19.0, 0), (0.0, 0.0, 1)],
+    ids=["a short wait", "a wait beside an idle encoder", "busy", "no answer"],
+)
+def test_a_pool_shrinks_after_enough_calm_intervals_in_a_row(
+    waited_s: float, busy_s: float, num_missed: int, clock: Clock
+) -> None:
+    async def check() -> None:
+        pool, targets, calm = await pool_of(FakeLauncher(), 1, 3), [], (0.0, 0.0, 0)
+        pool._target, pool._patience = 2, 3
+        pool._resize()
+        await asyncio.sleep(0)
+        for interval in (calm, calm, (waited_s, busy_s, num_missed), calm, calm, calm):
+            clock.now += 21.0
+            pool._waited_s[7], pool._busy_s, pool._num_missed = interval
+            pool._resize()
+            targets.append(pool._target)
+        assert targets == [2, 2, 2, 2, 2, 1]
+
+    run(check())
+
+
 def test_a_pool_that_has_no_room_starts_no_encoder() -> None:
     """Its encoder would take the CPU of a task that reads the rows which the workers await."""
 

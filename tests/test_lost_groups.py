@@ -2,14 +2,17 @@
 
 import contextlib
 import json
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from ray.exceptions import RaySystemError
 
 import raycl
 from raycl.errors import RunError, ShardAwayError
@@ -190,3 +193,17 @@ def test_a_group_of_workers_gets_the_pools_to_release_and_the_request_of_the_one
     assert [call.args for call in of_keys.limit.remote.call_args_list] == [(4,), (3,), (4,)]
     assert of_documents.limit.remote.call_count == 3
     assert run_ids[0] == run_ids[1] != run_ids[2]
+
+    def fit() -> Any:
+        """Lose a node, as if Ray Train replaced its workers, until the pool keeps within the nodes that are left."""
+        left = chain([RaySystemError("the GCS restarts")], repeat({"CPU": 5.0}))
+        monkeypatch.setattr(driver.ray, "cluster_resources", MagicMock(side_effect=left))
+        until = time.monotonic() + 10.0
+        while of_keys.limit.remote.call_args.args != (3,):
+            assert time.monotonic() < until, "the pool may take the CPU of a data task"
+            time.sleep(0.01)
+        return MagicMock()
+
+    trainer.fit = fit
+    monkeypatch.setattr(driver, "_LIMIT_S", 0.01)
+    driver._train_group(job, print)

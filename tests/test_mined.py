@@ -461,6 +461,18 @@ def test_mined_documents_follow_the_explicit_negatives_with_their_texts_and_ids(
     assert torch.equal(without.negative, torch.from_numpy(added))  # type: ignore[arg-type]
 
 
+def test_mined_and_explicit_negatives_are_drawn_apart() -> None:
+    rows = held_rows(clicks(NUM_ROWS, num_negatives=[CANDIDATES]))
+    corpus, batch, seed = build_corpus(rows, explicit=True).corpus, rows.take(np.arange(NUM_ROWS)), 5
+    mined = negatives_of(corpus, any_table(corpus))
+    candidates = any_table(corpus).document[corpus.pairs_of(batch.sample_id)]
+    places = candidates[:, None] == mined.draw(batch).document.reshape(NUM_ROWS, 3, 1)
+    explicit = PairTransform(explicit=3, seed=seed)._drawn(batch, np.full(NUM_ROWS, CANDIDATES))
+    assert explicit is not None
+    same = np.sort(places.argmax(axis=2)) == explicit.reshape(NUM_ROWS, 3) % CANDIDATES
+    assert same.all(axis=1).mean() < 0.2  # 1 of 20 sets of three by chance
+
+
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [

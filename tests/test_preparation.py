@@ -200,15 +200,38 @@ def test_negatives_beside_labels_are_refused_as_in_a_run(pairs: Path, tmp_path: 
     )
 
 
-def test_a_tokenizer_reads_texts_beside_labels_of_any_type(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raycl.preparation.connect_cluster", lambda *_, **__: None)
     monkeypatch.setattr("raycl.preparation.learn_vocabulary", read_vocabulary)
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_a_tokenizer_counts_the_texts_that_it_skips(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = invented_texts(5, seed=1)
+    rows = {"query": [*texts, ""], "document": [*texts, None], "negatives": [[""]] * 6}
+    pq.write_table(pa.table(rows), tmp_path / "texts.parquet")
+    prepare = runpy.run_path(str(ROOT / "jobs" / "prepare.py"))
+    output = str(tmp_path / "tokenizer.json")
+    prepare["tokenizer"](str(tmp_path / "texts.parquet"), output, columns="query,document")
+    printed = capsys.readouterr()
+    assert printed.out.endswith(f"tokens in {output}\n")
+    assert printed.err == (
+        "2 of 12 texts are invalid and were skipped: 1 empty text, 1 missing value; for example "
+        "texts.parquet row 5 (empty text); texts.parquet row 5 (missing value)\n"
+    )
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_a_tokenizer_reads_texts_beside_labels_of_any_type(tmp_path: Path) -> None:
     rows = pa.table({"text": invented_texts(40, seed=1), "label": [number / 2 for number in range(40)]})
     pq.write_table(rows, tmp_path / "texts.parquet")
     columns, output = ColumnNames(image=None, text="text"), tmp_path / "tokenizer.json"
-    found = make_tokenizer(str(tmp_path / "texts.parquet"), str(output), columns=columns, vocabulary_size=300)
+    found, _ = make_tokenizer(
+        str(tmp_path / "texts.parquet"), str(output), columns=columns, vocabulary_size=300
+    )
     assert output.exists()
     assert found.num_tokens > 100
 

@@ -297,7 +297,12 @@ def test_a_pattern_of_buckets_is_refused() -> None:
         ("shard-{a..c}.tar", "neither a range nor a list"),
         ("shard-{9..0}.tar", "counts from 9 to 0; count upward"),
         ("shard-{0..9999}{0..99}.tar", "has more than 100,000 files"),
-        ("{0..1}.csv", "there is nothing at .*1.csv"),
+        ("{0..1}.csv", "there is nothing at .*1.csv; give a file"),
+        (
+            "*.csv",
+            r"nothing at .*/\*.csv, .* wildcards .*; write \{000..127\} .* or \{a,b\} .*, or give the folder",
+        ),
+        ("[0-9]-{0..1}.csv", r"nothing at .*/\[0-9\]-0.csv, .* wildcards"),
         ("{0.csv,0.jsonl}", r"several formats \(csv, jsonl\)"),
         ("{0.csv,folder.csv}", "folder.csv is a folder"),
     ],
@@ -309,6 +314,11 @@ def test_a_wrong_pattern_is_refused_in_one_line(pattern: str, message: str, tmp_
     with pytest.raises(DataError, match=message) as caught:
         find_source(str(tmp_path / pattern), TEXTS)
     assert "\n" not in str(caught.value)
+
+
+def test_the_options_of_an_address_are_no_wildcards(s3_server: str) -> None:
+    with pytest.raises(DataError, match="there is nothing at .*; give a file"):
+        find_source(f"s3://{BUCKET}/missing?region=us-east-1", TEXTS)
 
 
 def test_the_files_of_a_pattern_have_the_rows_and_ids_of_a_folder_of_them(

@@ -7,6 +7,10 @@ from torch import Tensor
 from raycl.errors import ConfigError
 from raycl.splitmix import FIRST_MULTIPLIER, INCREMENT, SECOND_MULTIPLIER
 
+# Offsets of the seed, one for each kind of draw; images have none. Append only, so that earlier runs can be repeated.
+DELETION, INSERTION, COPY, COUNT, REPETITION, SHOWN_TEXT, EXPLICIT, MINED = (
+    number << 40 for number in range(1, 9)
+)
 _MANTISSA_BITS = 24  # a float32 holds every multiple of 2**-24 below 1 exactly
 
 

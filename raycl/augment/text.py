@@ -9,12 +9,9 @@ import torch
 from torch import Tensor
 
 from raycl.augment.checks import check_number
-from raycl.augment.rng import as_integers, uniforms
+from raycl.augment.rng import COPY, COUNT, DELETION, INSERTION, REPETITION, as_integers, uniforms
 from raycl.errors import ConfigError
 from raycl.tokenization import PADDING
-
-# Seed offsets that keep the kinds of draws apart. Append only, as for images.
-_DELETION, _INSERTION, _CHOICE, _COUNT, _REPETITION = (number << 40 for number in range(1, 6))
 
 
 @final
@@ -110,15 +107,15 @@ class TextAugmentation:
             return rows
         if self.deletion:
             words = self._words(rows)
-            rows = _delete(rows, words, draw(_DELETION, words.max_words), rate=self.deletion)
+            rows = _delete(rows, words, draw(DELETION, words.max_words), rate=self.deletion)
         if self.insertion:
             words = self._words(rows)
-            is_followed = words.per_word(draw(_INSERTION, words.max_words)) < self.insertion
-            rows = _insert(rows, words, is_followed, draw(_CHOICE, words.max_words))
+            is_followed = words.per_word(draw(INSERTION, words.max_words)) < self.insertion
+            rows = _insert(rows, words, is_followed, draw(COPY, words.max_words))
         if self.repetition:
             words = self._words(rows, each_token=True)
-            share = draw(_COUNT, 1)[:, 0]
-            rows = _repeat(rows, words, share, draw(_REPETITION, words.max_words), rate=self.repetition)
+            share = draw(COUNT, 1)[:, 0]
+            rows = _repeat(rows, words, share, draw(REPETITION, words.max_words), rate=self.repetition)
         return self._cut(rows)
 
     def _words(self, rows: Tensor, *, each_token: bool = False) -> _Words:

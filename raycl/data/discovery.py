@@ -23,7 +23,7 @@ from raycl.data.labels import (
     names_of_integers,
 )
 from raycl.data.lance_tables import is_lance, lance_fragments
-from raycl.data.patterns import expand, folder_of, is_pattern
+from raycl.data.patterns import FORMS, expand, folder_of, is_pattern
 from raycl.data.sources import FILES, READERS, Fragment, Source
 from raycl.data.tables import TableFile, TableFormat, chosen, reading, roles_in
 from raycl.data.weights import check_weight_columns
@@ -106,6 +106,11 @@ def existing(uri: str) -> Place:
     uri = absolute(uri)
     place = Place(uri)
     if not place.exists():
+        if set("*?[") & set(uri.partition("?")[0] if "://" in uri else uri):
+            raise DataError(
+                f"there is nothing at {uri}, and wildcards (*, ?, [) are not supported; write {FORMS}, or "
+                "give the folder"
+            )
         raise DataError(
             f"there is nothing at {uri}; give a file ({FORMATS}), a folder of them, a table (Delta, Iceberg, "
             "Lance) or a folder of images"

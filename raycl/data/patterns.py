@@ -7,7 +7,7 @@ from raycl.errors import DataError
 MAX_FILES = 100_000
 _GROUP = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d{1,18})\.\.(\d{1,18})")
-_FORMS = "{000..127} for a range of numbers or {a,b} for a list"
+FORMS = "{000..127} for a range of numbers or {a,b} for a list"
 
 
 def is_pattern(uri: str) -> bool:
@@ -38,7 +38,7 @@ def expand(uri: str) -> list[str]:
                 name[: group.start()] + each + name[group.end() :] for each in _choices(group[1], uri)
             ]
         elif "{" in name or "}" in name:
-            raise DataError(f"the pattern {uri} has a brace without its counterpart; write {_FORMS}")
+            raise DataError(f"the pattern {uri} has a brace without its counterpart; write {FORMS}")
         else:
             names.add(name)
         if len(names) + len(waiting) > MAX_FILES:
@@ -58,7 +58,7 @@ def _choices(text: str, uri: str) -> list[str]:
             )
         return [f"{number:0{len(found[1])}}" for number in range(first, last + 1)]
     if "," not in text:
-        raise DataError(f"the pattern {uri} has {{{text}}}, neither a range nor a list; write {_FORMS}")
+        raise DataError(f"the pattern {uri} has {{{text}}}, neither a range nor a list; write {FORMS}")
     return text.split(",")
 
 

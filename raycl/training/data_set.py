@@ -144,7 +144,7 @@ def learn_vocabulary(
     """Read texts as ``read_vocabulary`` does: those of sources in a task of Ray, near the data."""
     if tokenizer is not None and not counted:
         return Vocabulary(tokenizer), ReadStats()
-    if not isinstance(data[0], Source):
+    if not all(isinstance(each, Source) for each in data):
         return read_vocabulary(text, tokenizer, columns, data, corpus=corpus, counted=counted)
     task: Any = ray.remote(num_cpus=1)(read_vocabulary)  # pyright: ignore
     with unwrap_ray_errors():
@@ -165,7 +165,6 @@ def read_vocabulary(
     The texts of a ``corpus`` are read as well, in its own columns; their statistics are returned, since no other part
     of a run reads them. Raises ``DataError`` if no text is valid.
     """
-    columns = replace(columns, **{role: None for role in columns.asked if role not in ROLES})
     stats = ReadStats()
     texts = [_texts(text, each, columns, ReadStats()) for each in data]  # counted when the rows are decoded
     if corpus is not None:
@@ -190,6 +189,7 @@ def _texts(
     text: TextConfig, data: Source | ray.data.Dataset, columns: ColumnNames, stats: ReadStats
 ) -> Iterator[str]:
     """Yield the valid texts, with their prompts; ``stats`` counts all texts."""
+    columns = replace(columns, **{role: None for role in columns.asked if role not in ROLES})
     is_source = isinstance(data, Source)
     values = _values_of_source(data, columns) if is_source else _values_of_dataset(data, columns)
     for role, column, where in values:

@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self, final
@@ -53,6 +53,7 @@ from raycl.training.standby import importing
 Printer = Callable[[str], None]
 
 _ANSWER_S = 10.0
+_LIMIT_S = 10.0  # between two looks at the nodes for pools: Ray Train also replaces and resizes groups
 _NO_HEARTBEAT_S = 45.0  # after which no worker is left to save a checkpoint
 
 
@@ -177,7 +178,7 @@ def _train_group(job: Job, report: Printer) -> Outcome:
             worker_runtime_env={"env_vars": environment(gpu=config.gpu) | importing("import_worker")},
         ),
     )
-    outcome: Any = _in_thread(trainer.fit).return_value
+    outcome: Any = _in_thread(trainer.fit, meanwhile=partial(_limit_pools, job)).return_value
     if outcome is None:
         raise RunError("the run ended without a result; --debug shows the full error")
     return outcome
@@ -271,10 +272,10 @@ def encoders_that_fit(config: RunConfig, pool: PoolConfig, *, streamed: bool) ->
 
     On a cluster that cannot grow, an encoder that waits for CPUs could take those of a data task.
     """
-    have = ray.cluster_resources()
     least, most = pool.actor_range
     if config.autoscaling:
         return least, most
+    have = ray.cluster_resources()
     groups = [
         workers_that_fit(config, config.worker_range(stage), streamed=streamed) for stage in config.stages
     ]
@@ -367,8 +368,8 @@ class GracefulShutdown:
         os._exit(128 + self.last_signal)  # the group would wait for its nodes forever
 
 
-def _in_thread(work: Callable[[], Any]) -> Any:
-    """Run ``work`` in another thread and return its result.
+def _in_thread(work: Callable[[], Any], meanwhile: Callable[[], object]) -> Any:
+    """Run ``work`` in another thread and return its result; call ``meanwhile`` every few seconds.
 
     In the main thread, Ray Train would handle Ctrl-C itself and end without a message or a checkpoint.
     """
@@ -382,4 +383,7 @@ def _in_thread(work: Callable[[], Any]) -> Any:
 
     # A daemon: an interrupted process must not wait for the end of the run.
     threading.Thread(target=perform, name="fit", daemon=True).start()
+    while not wait([done], _LIMIT_S).done:
+        with contextlib.suppress(Exception):  # as while Ray's head restarts; the next call may succeed
+            meanwhile()
     return done.result()

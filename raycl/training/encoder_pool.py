@@ -133,8 +133,8 @@ class PoolActor:
 
     Encoders exist only while there are weights. Their number is reconsidered every ``interval_s`` seconds: one more
     if a caller waited for its rows and all encoders are ready and busy, one fewer if the others could do the work: one
-    that still starts, or an idle one. Each time that the pool grows again after it shrank, it waits four times as long
-    before it shrinks. A lost encoder is replaced.
+    that still starts, or an idle one. Each time that the pool grows again after it shrank, four times as many such
+    intervals in a row must pass before it shrinks. A lost encoder is replaced.
     """
 
     def __init__(
@@ -267,13 +267,15 @@ class PoolActor:
         """Choose the number of encoders for the demand of these seconds."""
         # The worker that waits most holds up all others.
         waited, busy = max(self._waited_s.values(), default=0.0) / elapsed, self._busy_s / elapsed
+        if waited >= _IDLE or self._num_missed or busy >= _BUSY * (self._target - 1):
+            self._num_calm = 0
+        else:
+            self._shrink()
         if waited > _WAITING:
             if not self._idle and len(self._ready) >= self._target:
                 self._grow()
             elif elapsed < 2 * self._interval_s:
                 return  # the next request may find all encoders busy
-        elif waited < _IDLE and not self._num_missed and busy < _BUSY * (self._target - 1):
-            self._shrink()
         self._reset_window()
 
     def _grow(self) -> None:
@@ -283,7 +285,7 @@ class PoolActor:
         self._target, self._num_calm = min(self._most, self._target + 1), 0
 
     def _shrink(self) -> None:
-        """Remove an encoder, if that many intervals had too many."""
+        """Remove an encoder, if that many intervals in a row had too many."""
         self._num_calm += 1
         if self._num_calm >= self._patience and self._target > self._least:
             self._target, self._has_shrunk = self._target - 1, True

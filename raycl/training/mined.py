@@ -10,13 +10,12 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from raycl.augment.rng import uniforms
+from raycl.augment.rng import MINED, uniforms
 from raycl.config.schema import MinedConfig
 from raycl.data.in_memory import Batch
 from raycl.distributed import rank
 from raycl.training.corpus import Corpus
 
-_DRAWS = 7 << 40  # a separate sequence of draws, after the one that chooses texts
 _NONE = -1
 
 
@@ -133,7 +132,7 @@ class MinedNegatives:
     def _draw(self, corpus: Corpus, batch: Batch, number: NDArray[np.int64] | None) -> Drawn:
         pair, num = corpus.pairs_of(batch.sample_id, number), self._settings.num
         document, step = self._candidates(pair, batch)
-        drawn = uniforms(batch.sample_id, seed=self._seed + _DRAWS, epoch=batch.epoch, view=1, num=3 * num)
+        drawn = uniforms(batch.sample_id, seed=self._seed + MINED, epoch=batch.epoch, view=1, num=3 * num)
         is_random, coarse, fine = drawn.double().numpy().reshape(len(pair), 3, num).transpose(1, 0, 2)
         unknown = (document == _NONE) | (is_random < self._settings.random_fraction)
         others = _others(corpus, pair, coarse + fine * 2.0**-24)
@@ -149,7 +148,7 @@ class MinedNegatives:
             return np.full((len(pair), num), _NONE), np.full((len(pair), num), _NONE)
         is_known = (pair != _NONE)[:, None]
         document = np.where(is_known, self.table.document[pair], _NONE).astype(np.int64)
-        order = uniforms(batch.sample_id, seed=self._seed + _DRAWS, epoch=batch.epoch, view=0, num=size)
+        order = uniforms(batch.sample_id, seed=self._seed + MINED, epoch=batch.epoch, view=0, num=size)
         last = torch.from_numpy(document == _NONE)
         chosen = order.masked_fill(last, 2.0).argsort(dim=1, stable=True).numpy()[:, :num]
         step = self.table.step[pair].astype(np.int64)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from raycl.augment.images import ImageAugmentation, center_view
-from raycl.augment.rng import uniforms
+from raycl.augment.rng import EXPLICIT, SHOWN_TEXT, uniforms
 from raycl.augment.text import TextAugmentation
 from raycl.config import RunConfig
 from raycl.config.schema import scaled_size
@@ -31,9 +31,6 @@ from raycl.losses.logq import Frequencies
 from raycl.tokenization import Tokenizer
 from raycl.training.guide import GuideTables
 from raycl.training.mined import MinedNegatives
-
-# Separate sequences of draws, after the sequences of the augmentations.
-_CHOICE, _NEGATIVES = 6 << 40, 7 << 40
 
 
 def build_formats(config: RunConfig, tokenizer: Tokenizer | None, columns: ColumnNames) -> Formats:
@@ -333,7 +330,7 @@ class TextTransform(Transform):
         """Return the index of the text that the view shows; views of a row show different texts if possible."""
         if int(counts.max(initial=0)) <= 1:
             return np.zeros(len(counts), np.int64)
-        drawn = uniforms(batch.sample_id, seed=self._seed + _CHOICE, epoch=batch.epoch, view=0, num=2)
+        drawn = uniforms(batch.sample_id, seed=self._seed + SHOWN_TEXT, epoch=batch.epoch, view=0, num=2)
         first, step = drawn.double().numpy().T
         begin = (first * counts).astype(np.int64)
         stride = 1 + (step * np.maximum(counts - 1, 1)).astype(np.int64)
@@ -409,7 +406,7 @@ class PairTransform(Transform):
         most = int(counts.max(initial=0))
         if self.explicit is True or most <= self.explicit:
             return None
-        seed = self.seed + _NEGATIVES
+        seed = self.seed + EXPLICIT
         drawn = uniforms(batch.sample_id, seed=seed, epoch=batch.epoch, view=0, num=most).numpy()
         drawn[np.arange(most) >= counts[:, None]] = 2.0  # rows with fewer
         order = np.sort(drawn.argsort(axis=1, kind="stable")[:, : self.explicit], axis=1)

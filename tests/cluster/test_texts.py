@@ -305,10 +305,11 @@ def test_a_grouped_log_is_streamed_with_a_prepared_tokenizer(click_log: Path, tm
     assert num_pairs == NUM_QUERIES
     assert rows.skipped[WITHOUT_POSITIVE] == 1
     assert (rows.num_rows, rows.num_invalid) == (pq.read_metadata(click_log).num_rows, 2)
-    made = make_tokenizer(str(click_log), str(place), columns=PAIRS, vocabulary_size=400)
+    made, stats = make_tokenizer(str(click_log), str(place), columns=PAIRS, vocabulary_size=400)
+    assert stats.num_rows >= 2 * rows.num_rows
     texts = tmp_path / "texts.parquet"  # the same log without ids
     pq.write_table(pq.read_table(click_log, columns=["query", "document"]), texts)
-    of_texts = make_tokenizer(str(texts), f"{place}.json", columns=PAIRS, vocabulary_size=400)
+    of_texts, _ = make_tokenizer(str(texts), f"{place}.json", columns=PAIRS, vocabulary_size=400)
     assert of_texts.fingerprint == made.fingerprint
     config = run_of("two_tower", **{"data.cache": "stream", "text.tokenizer": str(place)})
     result = raycl.train(config, data=str(grouped), output=str(tmp_path / "run"), quiet=True)
