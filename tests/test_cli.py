@@ -326,6 +326,17 @@ def test_small_images_get_a_small_encoder_without_a_gpu(name: str, monkeypatch: 
     )
 
 
+def test_the_last_layer_of_the_small_encoder_can_be_set_alone() -> None:
+    def planned(*settings: str) -> RunConfig:
+        return plan_run("simclr", data=[], flags={}, settings=["data.image_size=32", *settings]).config
+
+    default = planned()
+    for value in (None, 1.0):
+        found = planned(f"encoder.whitening={'null' if value is None else value}")
+        assert found == override(default, {"encoder.whitening": value})
+    assert planned("encoder.name=resnet18", "encoder.whitening=1").optimizer.name == "sgd"
+
+
 def test_pairs_have_the_learning_rate_of_sentences_unless_the_encoder_is_a_bag_of_subwords() -> None:
     def planned(*settings: str, name: str = "two_tower", own: bool = False) -> tuple[float, tuple[str, ...]]:
         plan = plan_run(name, data=[], flags={}, settings=settings, own_encoder=own)

@@ -13,6 +13,7 @@ from raycl.config import RunConfig
 from raycl.config.overrides import config_to_yaml, override
 from raycl.errors import ConfigError
 from raycl.evaluation.knn import knn_accuracy
+from raycl.gradient_cache import embed_in_chunks
 from raycl.models.build import build_towers, save_towers
 from raycl.models.momentum import MomentumEncoder
 from raycl.models.towers import Tower
@@ -57,7 +58,7 @@ def trained_tower(config: RunConfig) -> Tower:
 # The layer
 
 
-@pytest.mark.parametrize("shrinkage", [0.0, 0.5, 3.0])
+@pytest.mark.parametrize("shrinkage", [0.01, 0.5, 3.0])
 def test_the_layer_is_the_formula_in_float64(shrinkage: float) -> None:
     data = rows()
     layer = whitening_of(*data.split(40), shrinkage=shrinkage).layer()  # 100 batches count equally
@@ -110,7 +111,7 @@ def test_neighbors_are_better_where_large_variances_hide_the_classes() -> None:
     weak = torch.linalg.eigh(torch.cov(data.T)).eigenvectors[:, 0]  # of the smallest variance
     label = torch.arange(2_000) % 2
     data = data + (label * 2.0 - 1)[:, None] * weak
-    layer = whitening_of(*data[:1_000].split(40), shrinkage=0.0).layer()
+    layer = whitening_of(*data[:1_000].split(40), shrinkage=0.01).layer()
 
     def accuracy(values: Tensor) -> float:
         return knn_accuracy(values[1_000:], label[1_000:], values[:1_000], label[:1_000], k=20)
@@ -144,6 +145,20 @@ def test_only_training_steps_count() -> None:
     assert tower.whitening.num_batches == 0
     tower(views)
     assert tower.whitening.num_batches == 1
+
+
+@pytest.mark.parametrize("batchnorm", ["synchronized", "group"])
+def test_chunks_count_each_row_once(batchnorm: str) -> None:
+    tower = cast("Tower", build_towers(config_of(batchnorm=batchnorm))).train()
+    views, seen = torch.randn(64, 1, 16, 16), list[Tensor]()
+    assert tower.whitening is not None
+    tower.whitening.update = seen.append  # pyright: ignore[reportAttributeAccessIssue]
+    embed_in_chunks(tower, views, chunk_size=16, cached_chunks=2).sum().backward()
+    in_chunks = torch.cat(seen)
+    seen.clear()
+    tower(views)
+    assert len(in_chunks) == len(views)
+    torch.testing.assert_close(in_chunks.sort(0).values, seen[0].sort(0).values, rtol=1e-3, atol=1e-4)
 
 
 def test_the_saved_encoder_has_the_layer(tmp_path: Path) -> None:

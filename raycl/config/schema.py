@@ -331,10 +331,10 @@ class EncoderConfig(Section):
     2021).
     """
 
-    whitening: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
-    """Shrinkage of a last linear layer that evens out the variances of the saved encoder's representations; 0 makes
-    them equal in all directions. Neighbors become better, and a classifier of few labels may become worse. Default: no
-    such layer.
+    whitening: Positive | None = None
+    """Shrinkage of a last linear layer that evens out the variances of the saved encoder's representations; a small one
+    makes them equal in all directions. Neighbors become better, and a classifier of few labels may become worse.
+    Default: no such layer.
     """
 
 

@@ -14,7 +14,7 @@ from raycl.models.whitening import Whitening
 class Tower(nn.Module):
     """Encode examples and project them, onto the unit sphere if ``normalize``.
 
-    ``whitening`` follows the representations while they are trained.
+    ``whitening`` collects the moments of the representations in training.
     """
 
     def __init__(
@@ -46,9 +46,8 @@ class Tower(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         """Return embeddings [batch, dim], at least in float32, also under autocast."""
         representation = self.encoder(rows)
-        # Chunks of a batch are embedded without gradients first.
-        if self.whitening is not None and self.training and torch.is_grad_enabled():
-            self.whitening.update(representation.detach())
+        if self.whitening is not None:
+            representation = self.whitening(representation)
         projected = self.projection_head(representation)
         projected = projected.to(torch.promote_types(projected.dtype, torch.float32))
         return F.normalize(projected, dim=1) if self._normalize else projected

@@ -16,7 +16,7 @@ class Whitening(nn.Module):
     The covariance C of the representations has few directions of large variance, which rule distances and cosines.
     With the mean variance v and the ``shrinkage`` a, the layer subtracts the mean and multiplies by
     ((C / v + a) / (1 + a))^(-1/2), which is symmetric (ZCA: Bell and Sejnowski, 1997; for search: Jégou and Chum,
-    2012). A large ``a`` leaves the variances as they are, and 0 makes them equal.
+    2012). A large ``a`` leaves the variances as they are, and a small one makes them equal.
 
     Training never reads the moments. Without any, the layer is the identity.
     """
@@ -34,8 +34,17 @@ class Whitening(nn.Module):
         self.register_buffer("num_batches", torch.zeros((), dtype=torch.int64))
 
     def extra_repr(self) -> str:
-        """Return what the network's description shows."""
+        """Return the shrinkage, for the description of a network."""
         return f"shrinkage={self._shrinkage:g}"
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Return the same rows; in training, a pass with gradients adds them to the moments.
+
+        The first pass over the chunks of a batch has no gradients, nor has a momentum encoder.
+        """
+        if self.training and torch.is_grad_enabled():
+            self.update(rows.detach())
+        return rows
 
     @torch.no_grad()
     def update(self, rows: Tensor) -> None:
