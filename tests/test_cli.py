@@ -164,7 +164,7 @@ def test_the_version_is_printed(raycl) -> None:
     [
         ("train", ["--workers", "--epochs", "--batch-size", "--seed"], "(the recipe's)"),
         ("doctor", ["--workers", "--batch-size"], "(the recipe's)"),
-        ("demo", ["--epochs"], "20"),
+        ("demo", ["--epochs"], "12"),
         ("mine", ["--num-negatives"], "8"),
     ],
 )

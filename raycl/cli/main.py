@@ -49,7 +49,7 @@ def explain(
 def demo(
     output: Annotated[str, typer.Option(help="Folder for the images, the run and the figure.")] = "demo",
     workers: Annotated[int, typer.Option(min=1, help="Training processes.")] = 2,
-    epochs: Annotated[int, typer.Option(help="Passes over the training digits.")] = 20,
+    epochs: Annotated[int, typer.Option(help="Passes over the training digits.")] = 12,
     debug: Debug = False,
 ) -> None:
     """Pretrain on scikit-learn's handwritten digits, evaluate the encoder, and plot its neighbors."""
