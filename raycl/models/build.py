@@ -134,7 +134,7 @@ def build_towers(
             _check_image_sizes(config, encoder, dim)
         head = build_projection_head(dim, **config.projection_head.model_dump())
         whitening = None
-        if config.encoder.whitening is not None:
+        if config.data.kind == "image" and config.encoder.whitening is not None:
             whitening = Whitening(dim, shrinkage=config.encoder.whitening)
         made.append(Tower(encoder, head, normalize=not config.has_prediction_head, whitening=whitening))
     towers: Towers = TwoTowers(made[0], made[-1]) if config.has_two_towers else made[0]

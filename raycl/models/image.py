@@ -46,7 +46,7 @@ def build_image_encoder(
     if name in VITS:
         standard = 32 if name.endswith("_32") else 16
         patch = {"small": 4, "half": 8}.get(stem, standard)
-        network: ResNet | VisionTransformer = _build_vit(name, image_size, channels, patch, width)
+        network: nn.Module = _build_vit(name, image_size, channels, patch, width)
     else:
         block, layers = RESNETS[name]
         network = _ScaledResNet(BLOCKS[block], list(layers), width=width, channels=channels, stem=stem)

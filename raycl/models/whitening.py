@@ -21,6 +21,7 @@ class Whitening(nn.Module):
     Training never reads the moments. Without any, the layer is the identity.
     """
 
+    is_one_operation = True  # for torch.fx, which cannot trace the update
     mean: Tensor
     second_moment: Tensor
     num_batches: Tensor
@@ -74,7 +75,7 @@ class Whitening(nn.Module):
 
 def identity_layer(dim: int) -> nn.Linear:
     """Return a linear layer that changes nothing."""
-    layer = nn.utils.skip_init(nn.Linear, dim, dim)  # draws nothing
+    layer = nn.Linear(dim, dim, device="meta").to_empty(device="cpu")  # draws nothing
     nn.init.eye_(layer.weight)
     nn.init.zeros_(layer.bias)
     return layer.requires_grad_(False)

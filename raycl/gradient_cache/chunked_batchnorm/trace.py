@@ -14,7 +14,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from raycl.batchnorm.base import PLAIN, refuse_other_kinds
 from raycl.batchnorm.synchronized import SynchronizedBatchNorm
 from raycl.errors import ConfigError, one_line
-from raycl.models.whitening import Whitening
 
 WAYS_OUT = "use batchnorm=group or batchnorm=layer, or remove chunk_size"
 
@@ -197,7 +196,7 @@ class _Tracer(fx.Tracer):
         return _Proxy(node, self)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if isinstance(m, _BatchNorm | Whitening):
+        if isinstance(m, _BatchNorm) or getattr(m, "is_one_operation", False):
             return True
         holds_batchnorm = any(isinstance(each, _BatchNorm) for each in m.modules())
         return super().is_leaf_module(m, module_qualified_name) and not holds_batchnorm
