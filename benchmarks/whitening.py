@@ -4,7 +4,7 @@
         [--json FILE]
 
 RUN was trained with ``encoder.whitening``. Its representations of both sets, whose columns are ``image`` and ``label``, are
-computed once; without the layer, they are the layer's input. At most ``--rows`` rows of TRAIN are used, drawn at random.
+computed once; without the layer, they are the layer's input. At most ``--rows`` rows of each are used, drawn at random.
 ``raycl evaluate`` has the same kNN and linear classifiers. ``precision`` is the part of the ten nearest training images
 with the label of the test image. Raw pixels are whitened with ``--shrinkage``.
 """

@@ -335,6 +335,8 @@ def test_the_last_layer_of_the_small_encoder_can_be_set_alone() -> None:
         found = planned(f"encoder.whitening={'null' if value is None else value}")
         assert found == override(default, {"encoder.whitening": value})
     assert planned("encoder.name=resnet18", "encoder.whitening=1").optimizer.name == "sgd"
+    settings = ["data.image_size=224", "encoder.whitening=1"]
+    assert plan_run("simclr", data=[], flags=run_flags(gpu=True), settings=settings).notes == ()
 
 
 def test_pairs_have_the_learning_rate_of_sentences_unless_the_encoder_is_a_bag_of_subwords() -> None:

@@ -105,6 +105,7 @@ def test_the_side_its_head_and_its_prompt_are_in_the_folder(side: Any, tmp_path:
     ("name", "values"),
     [
         ("resnet18", {}),
+        ("resnet10", {"width": 0.25, "representation_dim": 128, "whitened": True}),
         ("resnet10", {"width": 0.5, "representation_dim": 256, "channels": 1, "norm": "group"}),
         pytest.param(  # torch takes 15 s to write its graph
             *(
@@ -114,7 +115,7 @@ def test_the_side_its_head_and_its_prompt_are_in_the_folder(side: Any, tmp_path:
             marks=pytest.mark.drill,
         ),
     ],
-    ids=["small stem", "narrow, gray, GroupNorm", "ViT, deep head"],
+    ids=["small stem", "narrow, whitened", "narrow, gray, GroupNorm", "ViT, deep head"],
 )
 def test_a_graph_of_pixels_gives_the_same_vectors_as_raycl(
     name: str, values: dict[str, Any], tmp_path: Path

@@ -6,7 +6,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raycl import load_encoder
 from raycl.config import RunConfig
@@ -20,6 +20,7 @@ from raycl.models.towers import Tower
 from raycl.models.whitening import Whitening
 from raycl.recipes import recipe
 from raycl.storage import Place
+from raycl.training.evaluators import KnnEvaluator
 from raycl.training.preflight import _check_encoder_names
 from tests.test_checkpoint_encoder import list_checkpoint, write_checkpoint
 
@@ -93,7 +94,7 @@ def test_old_batches_are_forgotten() -> None:
     )
 
 
-@pytest.mark.parametrize("batches", [[], [torch.full((4, DIM), torch.nan)], [torch.ones(4, DIM)]])
+@pytest.mark.parametrize("batches", [[], [torch.full((4, DIM), torch.nan)], [torch.full((64, DIM), 0.3)]])
 def test_without_variances_the_layer_is_the_identity(batches: list[Tensor]) -> None:
     layer = whitening_of(*batches).layer()
     torch.testing.assert_close(layer(rows(5)), rows(5))
@@ -130,9 +131,50 @@ def test_embeddings_and_gradients_are_those_of_a_run_without_it() -> None:
     for training in (True, False):
         found, expected = (tower.train(training)(views) for tower in (with_it, without))
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    assert [name for name, _ in with_it.named_parameters()] == [
-        name for name, _ in without.named_parameters()
-    ]
+        for embedding in (found, expected):
+            embedding[:, 0].mean().backward()
+    gradients, others = (
+        {name: each.grad for name, each in tower.named_parameters()} for tower in (with_it, without)
+    )
+    assert all(each is not None for each in gradients.values())
+    assert gradients["encoder.conv1.weight"].abs().max() > 0  # pyright: ignore[reportOptionalMemberAccess]
+    torch.testing.assert_close(gradients, others, rtol=0, atol=0)
+
+
+def test_the_moments_are_exact_under_autocast() -> None:
+    data = rows(64)
+    exact = whitening_of(data)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = whitening_of(data)
+    assert torch.equal(found.second_moment, exact.second_moment)
+
+
+def test_averaged_weights_have_averaged_moments() -> None:
+    tower = trained_tower(config_of())
+    average = MomentumEncoder(build_towers(config_of())).eval()
+    for _ in range(2):
+        average.update(tower, 0.5)
+    assert tower.whitening is not None
+    of_average: Any = average.tower.whitening
+    torch.testing.assert_close(of_average.second_moment, 0.75 * tower.whitening.second_moment)
+    assert of_average.num_batches == tower.whitening.num_batches
+
+
+def test_periodic_knn_sees_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    tower, seen = trained_tower(config_of()), list[nn.Module]()
+
+    def stop(_: KnnEvaluator, encoder: nn.Module, *__: object) -> None:
+        seen.append(encoder)
+        raise InterruptedError
+
+    monkeypatch.setattr(KnnEvaluator, "_encode", stop)
+    rows_of_run: Any = None
+    with pytest.raises(InterruptedError):
+        KnnEvaluator(bank=rows_of_run, test=rows_of_run, transform=rows_of_run).measure(
+            tower, torch.device("cpu")
+        )
+    images = torch.randn(5, 1, 16, 16)
+    torch.testing.assert_close(seen[0](images), tower.evaluated(images))
 
 
 def test_only_training_steps_count() -> None:
@@ -189,6 +231,13 @@ def test_evaluated_keeps_the_mode_of_the_encoder() -> None:
     tower = trained_tower(config_of())
     assert not tower.evaluated.training
     assert tower.train().evaluated.training
+
+
+def test_a_network_without_the_layer_is_refused(tmp_path: Path) -> None:
+    tower = trained_tower(config_of())
+    save_towers(tower, config_of(), None, Place(str(tmp_path)))
+    with pytest.raises(ConfigError, match="a layer that whitens, which network= lacks; leave network out"):
+        load_encoder(str(tmp_path), network=tower.encoder)
 
 
 def test_an_encoder_of_the_users_is_refused() -> None:

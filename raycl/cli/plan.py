@@ -138,7 +138,7 @@ def _precision_on_cpu(resumed: str | None) -> str:
 def _departures(config: RunConfig, papers: RunConfig, *, gray: bool, is_set: bool) -> tuple[str, ...]:
     """Return a line for each departure of a recipe from the paper that the user has not set."""
     size, notes = config.data.image_size, []
-    if config.encoder != papers.encoder and not is_set:
+    if config.encoder.name != papers.encoder.name and not is_set:
         trained = (
             f"sentences train a {config.encoder.name}"
             if config.data.kind == "text"

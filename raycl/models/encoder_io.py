@@ -175,6 +175,10 @@ class SavedEncoder:
                 )
             check_trusted(spec.name, self.named_in, trusted, is_text=isinstance(spec, TextEncoderSpec))
             network = spec.build()
+        elif isinstance(spec, ImageEncoderSpec) and spec.whitened:
+            raise ConfigError(
+                f"the encoder at {self.uri} ends with a layer that whitens, which network= lacks; leave network out"
+            )
         else:
             network = copy.deepcopy(network)  # the weights of another run must not change it
         if spec.norm != "batch":

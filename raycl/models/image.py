@@ -26,15 +26,15 @@ def build_image_encoder(
     stem: Stem = "auto",
     width: float = 1.0,
     arguments: Mapping[str, Any] | None = None,
-    whitened: bool = False,
+    whitened_dim: int | None = None,
 ) -> nn.Module:
     """Build an untrained encoder: images [batch, channels, size, size] to representations.
 
     ``name`` is a ResNet, a ViT, or ``package.module:function`` for your own, called with ``arguments``.
     The small stem is a 3x3 convolution without pooling, the half stem the same with stride 2 (a quarter
     of the work); a ViT takes patches of 4 or 8 instead of 16 pixels.
-    ``width`` multiplies the channels. A ``whitened`` encoder has a last linear layer, see
-    :class:`~raycl.models.whitening.Whitening`. Raises ``ConfigError`` for an unknown name.
+    ``width`` multiplies the channels. With ``whitened_dim``, the width of its representations, it has a last linear
+    layer, see :class:`~raycl.models.whitening.Whitening`. Raises ``ConfigError`` for an unknown name.
     """
     check_encoder_name(name, is_text=False)
     if ":" in name:
@@ -50,9 +50,8 @@ def build_image_encoder(
     else:
         block, layers = RESNETS[name]
         network = _ScaledResNet(BLOCKS[block], list(layers), width=width, channels=channels, stem=stem)
-    if whitened:
-        dim = representation_dim(network, image_size=image_size, channels=channels)
-        setattr(network, last_layer(name), identity_layer(dim))
+    if whitened_dim is not None:
+        setattr(network, last_layer(name), identity_layer(whitened_dim))
     return network
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from raycl.errors import ConfigError
+from raycl.models.whitening import Whitening
 
 
 @final
@@ -34,8 +35,8 @@ class MomentumEncoder(nn.Module):
         """Move towards ``source``: weights <- momentum * weights + (1 - momentum) * source's.
 
         Running statistics of a BatchNorm in training mode stay, since the key side's own forward passes
-        update them. In eval mode they are averaged as the weights, since they belong to them: copies would
-        be the statistics of the newest weights. All other buffers are copied.
+        update them. In eval mode, and for whitening, they are averaged as the weights, since they belong to them: copies
+        would be the statistics of the newest weights. All other buffers are copied.
 
         Args:
             source: The tower that was copied, without its ``DistributedDataParallel`` wrapper.
@@ -50,7 +51,7 @@ class MomentumEncoder(nn.Module):
         averaged: list[Tensor] = list(self.tower.parameters())
         targets: list[Tensor] = list(source.parameters())
         for layer, own, followed in _following_buffers(self.tower, source):
-            if isinstance(layer, _BatchNorm) and own.is_floating_point():
+            if isinstance(layer, _BatchNorm | Whitening) and own.is_floating_point():
                 averaged.append(own)
                 targets.append(followed)
             else:

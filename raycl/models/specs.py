@@ -72,7 +72,7 @@ class ImageEncoderSpec(EncoderSpec):
             stem=self.stem,
             width=self.width,
             arguments=self.arguments,
-            whitened=self.whitened,
+            whitened_dim=self.representation_dim if self.whitened else None,
         )
 
     def image_format(self) -> ImageFormat:

@@ -5,8 +5,8 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-# Of a batch among the moments: they follow the last hundred batches.
-_WEIGHT = 0.01
+_WEIGHT = 0.01  # of a batch among the moments, which follow the last hundred batches
+_LEAST_VARIANCE = 1e-6  # of the mean square; below is rounding
 
 
 @final
@@ -18,7 +18,8 @@ class Whitening(nn.Module):
     ((C / v + a) / (1 + a))^(-1/2), which is symmetric (ZCA: Bell and Sejnowski, 1997; for search: Jégou and Chum,
     2012). A large ``a`` leaves the variances as they are, and a small one makes them equal.
 
-    Training never reads the moments. Without any, the layer is the identity.
+    Training never reads the moments. Without any, the layer is the identity. A batch here is a pass of the encoder with
+    gradients: a chunk of a batch, or its views of one size, counts as one.
     """
 
     is_one_operation = True  # for torch.fx, which cannot trace the update
@@ -63,8 +64,9 @@ class Whitening(nn.Module):
         mean = self.mean.double()
         covariance = self.second_moment.double() - mean.outer(mean)
         variance = covariance.diagonal().mean()
-        layer = identity_layer(len(mean)).to(self.mean)
-        if variance > 0 and covariance.isfinite().all():
+        layer = identity_layer(len(mean)).to(self.mean.device, self.mean.dtype)
+        least = _LEAST_VARIANCE * self.second_moment.diagonal().mean()
+        if variance > least and covariance.isfinite().all():
             variances, directions = torch.linalg.eigh(covariance / variance)
             scales = ((variances.clamp(min=0) + self._shrinkage) / (1 + self._shrinkage)).rsqrt()
             weight = (directions * scales) @ directions.T

@@ -275,7 +275,7 @@ class TrainState:
         return self.tower if self.ema is None else cast("Towers", self.ema.tower)
 
     def average_statistics(self) -> None:
-        """Give all workers the mean of their BatchNorms' running statistics; collective.
+        """Give all workers the mean of their running statistics, of BatchNorm and whitening; collective.
 
         Training never reads them. With the mean, all workers evaluate the same encoder, and the saved
         one has statistics of all rows.

@@ -31,8 +31,8 @@ _NAMES = {  # of a ViT's weights: in torchvision, and in timm
 def timm_files(encoder: ImageEncoder) -> dict[str, bytes]:
     """Return the weights under timm's names, and the configuration from which timm builds the network.
 
-    A projection head of one layer becomes the classifier. Without a head the network has no classifier and
-    returns the representation. Raises ``ConfigError`` for a network that timm does not have.
+    A projection head of one layer becomes the classifier, as does the layer that whitens. Without either the network
+    has no classifier and returns the representation. Raises ``ConfigError`` for a network that timm does not have.
     """
     network, layers = network_and_head(encoder, "timm")
     spec, is_vit = encoder.spec, isinstance(network, VisionTransformer)
