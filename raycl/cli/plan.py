@@ -52,10 +52,11 @@ def plan_run(
     The image size of a recipe is the shorter side of the first images, at most 224, unless
     ``data.image_size`` is set. Small gray images get other views (:func:`raycl.recipes.images.for_gray`). Without a
     GPU, small images get another encoder (:func:`raycl.recipes.images.for_cpu`), in bfloat16 if this machine's CPU
-    has it, unless one is set (other than its last layer, ``encoder.whitening``) or is a module of the user's (``own_encoder``), and another optimizer with its learning
-    rate, unless the name of an optimizer or a learning rate is set; sentences get a bag of subwords
-    (:func:`raycl.recipes.texts.of_words`), unless an encoder is set. If ``resumed`` is the output of a run, that
-    encoder keeps the precision with which the run began, since another machine may have another CPU.
+    has it, unless one is set (other than its last layer, ``encoder.whitening``) or is a module of the user's
+    (``own_encoder``), and another optimizer with its learning rate, unless the name of an optimizer or a learning rate
+    is set; sentences get a bag of subwords (:func:`raycl.recipes.texts.of_words`), unless an encoder is set. If
+    ``resumed`` is the output of a run, that encoder keeps the precision with which the run began, since another machine
+    may have another CPU.
     Raises ``ConfigError`` or ``DataError``.
     """
     pairs = settings_of(settings)
