@@ -30,7 +30,8 @@ def for_cpu(config: RunConfig) -> RunConfig:
 
     A ResNet-10 of half width whose stem halves the image takes a twentieth of the time of the papers' ResNet-18.
     SimCLR and MoCo v2 train with Muon, which learns more in the same steps than SGD, and their representations are
-    whitened; the head of SimCLR is wider than this encoder's representation. Other encoders, and images that are large or below 24 pixels, stay unchanged.
+    whitened; the head of SimCLR is wider than this encoder's representation. Other encoders, and images that are large or
+    below 24 pixels, stay unchanged.
     """
     if config.encoder.name != "resnet18" or not 24 <= config.data.image_size <= SMALL:
         return config
