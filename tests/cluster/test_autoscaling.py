@@ -181,7 +181,10 @@ def test_embedding_waits_for_gpus_and_takes_those_that_come(tmp_path: Path) -> N
         width=0.25,
         representation_dim=128,
     )
-    data = write_digits(tmp_path / "digits.parquet", 1_700)
+    few = pq.read_table(write_digits(tmp_path / "few.parquet", 1_700))
+    data = tmp_path / "digits.parquet"
+    # Minutes of work: Ray Data asks for a second node only after a while.
+    pq.write_table(pa.concat_tables([few] * 6), data, row_group_size=1_000)
     raycl.embed(run, data, tmp_path / "here", quiet=True)
     code = f"import sys; from {__name__} import embed_on_gpus; embed_on_gpus(*sys.argv[1:])"
     with growing_cluster(max_nodes=2, boot_s=5.0, gpus=1) as cluster:
