@@ -1,6 +1,7 @@
 """Whitening: its layer beside the formula in float64, and where a run applies it."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -20,7 +21,7 @@ from raycl.models.towers import Tower
 from raycl.models.whitening import Whitening
 from raycl.recipes import recipe
 from raycl.storage import Place
-from raycl.training.evaluators import KnnEvaluator
+from raycl.training.evaluators import KnnEvaluator, SnapshotWriter
 from raycl.training.preflight import _check_encoder_names
 from tests.test_checkpoint_encoder import list_checkpoint, write_checkpoint
 
@@ -71,19 +72,6 @@ def test_the_layer_is_the_formula_in_float64(shrinkage: float) -> None:
     np.testing.assert_allclose(weight @ ratio @ weight, np.eye(DIM), atol=2e-3)
     assert (np.linalg.eigvalsh(weight) > 0).all()
     np.testing.assert_allclose(layer(data).mean(0).numpy(), 0, atol=1e-3)
-
-
-def test_the_mean_of_two_workers_is_the_whole_batch() -> None:
-    halves = [whitening_of(*rows().split(40)[side::2]) for side in (0, 1)]
-    whole = whitening_of(*(torch.cat(rows().split(40)[at : at + 2]) for at in range(0, 100, 2)))
-    averaged = Whitening(DIM, shrinkage=0.5)
-    averaged.load_state_dict(
-        {
-            name: sum(each.state_dict()[name] for each in halves) / 2 if value.is_floating_point() else value
-            for name, value in whole.state_dict().items()
-        }
-    )
-    torch.testing.assert_close(averaged.layer().weight, whole.layer().weight, rtol=1e-4, atol=1e-5)
 
 
 def test_old_batches_are_forgotten() -> None:
@@ -173,6 +161,30 @@ def test_periodic_knn_sees_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         KnnEvaluator(bank=rows_of_run, test=rows_of_run, transform=rows_of_run).measure(
             tower, torch.device("cpu")
         )
+    images = torch.randn(5, 1, 16, 16)
+    torch.testing.assert_close(seen[0](images), tower.evaluated(images))
+
+
+def test_snapshots_see_the_layer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tower, seen = trained_tower(config_of()), list[nn.Module]()
+
+    def stop(_: SnapshotWriter, encoder: nn.Module, *__: object) -> None:
+        seen.append(encoder)
+        raise InterruptedError
+
+    monkeypatch.setattr(SnapshotWriter, "_embed", stop)
+    rows_of_run, transform = cast("Any", None), cast("Any", SimpleNamespace(plain=None, plain_key=None))
+    writer = SnapshotWriter(
+        rows=rows_of_run,
+        positions=np.arange(1),
+        transform=transform,
+        output=Place(str(tmp_path)),
+        tokenizer=None,
+        held_out=True,
+        seed=0,
+    )
+    with pytest.raises(InterruptedError):
+        writer.write(tower, torch.device("cpu"), step=0)
     images = torch.randn(5, 1, 16, 16)
     torch.testing.assert_close(seen[0](images), tower.evaluated(images))
 

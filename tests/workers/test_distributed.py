@@ -26,7 +26,9 @@ from raycl.distributed import (
     num_workers,
     rank,
 )
+from raycl.distributed.ddp import average_buffers
 from raycl.errors import RayclError
+from raycl.models.whitening import Whitening
 from raycl.optim import build_optimizer, set_learning_rate
 from raycl.recipes import recipe
 from raycl.training.loop import Trainer
@@ -273,3 +275,23 @@ def test_the_training_loop_of_the_guide_is_that_of_the_whole_batch() -> None:
     torch.testing.assert_close(sum(each[0] for each in both) / 2, loss)
     for _, *found in both:
         torch.testing.assert_close(found, gradients)
+
+
+# Whitening
+
+
+def whiten(rank: int, num_workers: int) -> Tensor:
+    """Return the layer of all workers, each of which sees its part of each batch."""
+    rows = torch.randn(400, 6, generator=torch.Generator().manual_seed(0)) * torch.arange(1, 7) + 2
+    whitening = Whitening(6, shrinkage=0.5)
+    for batch in rows.split(40):
+        whitening.update(batch.chunk(num_workers)[rank])
+    average_buffers(whitening)
+    return whitening.layer().weight.detach()
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_workers_whiten_by_the_moments_of_all_rows(number: int) -> None:
+    (expected,) = run_workers(whiten, 1)
+    for found in run_workers(whiten, number):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
