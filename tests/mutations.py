@@ -442,22 +442,22 @@ MUTATIONS = [
     Mutation(
         "a ring of CLIP bounds the logits by this worker's rows",
         "raycl/losses/ring.py",
-        "        longest_row, longest_column, temperature, *masks, flags=agreed\n",
-        "        *lengths, temperature, *masks, flags=agreed\n",
+        "        longest_row, longest_column, temperature, mask, flags=agreed\n",
+        "        *lengths, temperature, mask, flags=agreed\n",
         "tests/workers/test_ring.py",
     ),
     Mutation(
         "a ring of CLIP forgets that the positive of a query is the positive of its key",
         "raycl/losses/ring.py",
-        "of_own.positive_weight + of_others.positive_weight",
-        "of_own.positive_weight",
+        "by_row.positive_weight + by_column.positive_weight",
+        "by_row.positive_weight",
         "tests/workers/test_objectives.py",
     ),
     Mutation(
         "a ring of CLIP has a worker's own rows as positives of visitors",
         "raycl/losses/ring.py",
-        "diagonals = (0,) if worker == rank() else ()",
-        "diagonals = (0,)",
+        "diagonals=(0,) if worker == rank() else ()",
+        "diagonals=(0,)",
         "tests/workers/test_objectives.py",
     ),
     Mutation(
@@ -517,8 +517,8 @@ MUTATIONS = [
     Mutation(
         "a ring forgets the log-frequency in the gradient of its columns",
         "raycl/losses/ring.py",
-        "tile += bias[block, None]",
-        "pass",
+        "diagonals=diagonals, bias=candidates.bias)",
+        "diagonals=diagonals)",
         "tests/workers/test_objectives.py",
     ),
     Mutation(
@@ -633,11 +633,18 @@ MUTATIONS = [
         "tests/workers/test_objectives.py",
     ),
     Mutation(
-        "a guide masks by the limits of keys in the second round of a ring",
-        "raycl/losses/guide.py",
-        "limit=self.limit if transposed else self.limit[own, None]",
-        "limit=self.limit[own, None]",
-        "tests/workers/test_objectives.py",
+        "a ring sends gradients to the worker on the other side",
+        "raycl/distributed/collectives.py",
+        "RingTransfer(found, step=-number)",
+        "RingTransfer(found, step=number)",
+        "tests/workers/test_ring.py",
+    ),
+    Mutation(
+        "a ring keeps the last gradient that it received",
+        "raycl/distributed/collectives.py",
+        "arrived if total is None else total.add_(arrived)",
+        "arrived",
+        "tests/workers/test_ring.py",
     ),
     Mutation(
         "a guide finds queries among the documents",

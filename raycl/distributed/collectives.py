@@ -111,27 +111,27 @@ def all_sum(value: Tensor) -> Tensor:
 
 @final
 class RingTransfer:
-    """Tensors in transfer from each worker to the next rank, from the last worker to the first.
+    """Tensors in transfer from each worker to another, ``step`` ranks on, from the last worker to the first.
 
-    A single worker receives its own tensors. Computation may continue and read the tensors, but must not
-    change them before the transfer has arrived.
+    A worker that is its own receiver gets its own tensors. Computation may continue and read the tensors, but
+    must not change them before the transfer has arrived.
     """
 
-    def __init__(self, *sent: Tensor) -> None:
+    def __init__(self, *sent: Tensor, step: int = 1) -> None:
         """Start the transfer of tensors whose shapes and types are equal on every worker (not checked)."""
         # References keep the buffers alive until they are sent.
         self._sent = tuple(each.detach().contiguous() for each in sent)
         self._received = self._sent
         self._works: list[dist.Work] = []
-        if num_workers() > 1:
+        if step % num_workers():
             self._received = tuple(torch.empty_like(each) for each in self._sent)
-            following, before = ((rank() + step) % num_workers() for step in (1, -1))
-            messages = [dist.P2POp(dist.isend, each, following) for each in self._sent]
-            messages += [dist.P2POp(dist.irecv, each, before) for each in self._received]
+            receiver, sender = ((rank() + ranks) % num_workers() for ranks in (step, -step))
+            messages = [dist.P2POp(dist.isend, each, receiver) for each in self._sent]
+            messages += [dist.P2POp(dist.irecv, each, sender) for each in self._received]
             self._works = dist.batch_isend_irecv(messages)
 
     def arrived(self) -> tuple[Tensor, ...]:
-        """Wait for the tensors of the previous worker, and return them without gradient."""
+        """Wait for the tensors of the sender, and return them without gradient."""
         with phase("messages"):
             for work in self._works:
                 work.wait()
@@ -167,19 +167,36 @@ class RowExchange:
         return self._received
 
 
-def visit_all(visit: Callable[..., None], *tensors: Tensor) -> None:
+def visit_all(visit: Callable[..., Tensor | None], *tensors: Tensor) -> Tensor | None:
     """Call ``visit`` with each worker's rank and tensors, this worker's first; the next ones travel at the same time.
 
     Args:
-        visit: A function, so that it holds no tensors while the next but one arrive.
+        visit: A function, so that it holds no tensors while the next but one arrive. It may return a tensor for
+            the visited worker, such as the gradient of its rows; then it does so on every call and worker.
         tensors: As for :class:`RingTransfer`.
+
+    Returns:
+        The sum of the tensors that all workers returned for this one, or None.
     """
+    total, returning = None, None
     for number in range(num_workers()):
         passing = RingTransfer(*tensors) if number < num_workers() - 1 else None
-        visit((rank() - number) % num_workers(), *tensors)
+        found = visit((rank() - number) % num_workers(), *tensors)
+        total = _added(total, returning)
+        returning = None if found is None else RingTransfer(found, step=-number)
+        del found
         if passing is not None:
             tensors = passing.arrived()
             del passing
+    return _added(total, returning)
+
+
+def _added(total: Tensor | None, transfer: RingTransfer | None) -> Tensor | None:
+    """Add the tensor of a transfer, once it has arrived, to the total, in place."""
+    if transfer is None:
+        return total
+    (arrived,) = transfer.arrived()
+    return arrived if total is None else total.add_(arrived)
 
 
 def exceeds_gather_limit(*rows: Tensor) -> bool:

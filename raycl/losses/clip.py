@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from raycl.distributed import exceeds_gather_limit
+from raycl.distributed import exceeds_gather_limit, rank
 from raycl.errors import ConfigError
 from raycl.losses.checks import (
     check_columns,
@@ -27,7 +27,7 @@ from raycl.losses.info_nce import ring_info_nce
 from raycl.losses.logq import checked_log_frequency, logit_biases, refined_row_loss
 from raycl.losses.mutual import MutualSoftmax
 from raycl.losses.objective import StoreBatch, gathered
-from raycl.losses.ring import evaluate_mutual_ring, ring_masks
+from raycl.losses.ring import evaluate_mutual_ring, gather_ring_ids
 from raycl.losses.softmax import RowGroup, RowLoss, cross_entropy, evaluate_softmax, weighted
 from raycl.losses.tiled import (
     BLOCK_ROWS,
@@ -202,7 +202,7 @@ def _evaluate_local(
     wanted = queries.requires_grad or temperature.requires_grad, keys.requires_grad
     if not with_gradient or not any(wanted):
         return loss, (None, None, None)
-    gradients = mutual.gradients(of_queries, of_keys, wanted=wanted)
+    gradients = mutual.gradients(of_queries.logsumexp, of_keys.logsumexp, wanted=wanted)
     grad = (of_queries.positive_weight + of_keys.positive_weight)[:, None]
     for gradient, positives in zip(gradients, (keys, queries), strict=True):
         if gradient is not None:
@@ -297,13 +297,14 @@ def ring_clip(
     rows, weight = working_precision(query), checked_weight(weight, query)
     temperature = checked_temperature(temperature, rows)
     blocks = list(spans(0, local, BLOCK_ROWS))
-    masks = ring_masks(query_id, key_id, blocks)
+    ids = gather_ring_ids(query_id, key_id, local=local)
+    mask = query_mask(ids, slice(rank() * local, (rank() + 1) * local), None, blocks, in_batch=True)
 
     def evaluate(*inputs: Tensor, with_gradient: bool) -> tuple[Tensor, Gradients]:
         (of_queries, of_keys), gradients = evaluate_mutual_ring(
             *inputs,
             blocks=blocks,
-            masks=masks,
+            mask=mask,
             losses=(weighted(row_losses[0], weight), weighted(row_losses[1], weight)),
             with_gradient=with_gradient,
         )

@@ -86,25 +86,15 @@ class Guide:
                 f"{num_pairs} pairs and {num_negatives} negatives; gather its rows in the same way"
             )
 
-    def mask(
-        self, mask: FalseNegativeMask | None, own: slice, *, in_batch: bool = True, transposed: bool = False
-    ) -> "GuidedMask":
+    def mask(self, mask: FalseNegativeMask | None, own: slice, *, in_batch: bool = True) -> "GuidedMask":
         """Return a mask of the rows ``own`` among the queries against the keys (if ``in_batch``) and the negatives.
 
-        ``mask`` is the mask of false negatives of the same rows. ``transposed``: the rows are the keys ``own``,
-        against the queries, with the limits of the queries.
+        ``mask`` is the mask of false negatives of the same rows.
         """
-        rows, columns = (self.key, self.query) if transposed else (self.query, self.key)
-        columns = columns if in_batch else columns[:0]
-        if self.negatives is not None and not transposed:
+        columns = self.key if in_batch else self.key[:0]
+        if self.negatives is not None:
             columns = torch.cat([columns, self.negatives])
-        return GuidedMask(
-            mask,
-            rows[own],
-            columns,
-            limit=self.limit if transposed else self.limit[own, None],
-            counts=None if transposed else self.counts,
-        )
+        return GuidedMask(mask, self.query[own], columns, limit=self.limit[own, None], counts=self.counts)
 
 
 @final
@@ -120,7 +110,7 @@ class GuidedMask:
         limit: Tensor,
         counts: Tensor | None,
     ) -> None:
-        """Mask candidates whose similarity exceeds the ``limit`` of their row [num_rows, 1] or column [num_columns].
+        """Mask candidates whose similarity exceeds the ``limit`` of their row, [num_rows, 1].
 
         Args:
             mask: mask of false negatives.
@@ -143,7 +133,7 @@ class GuidedMask:
         if self._mask is not None:
             self._mask.apply_(tile, rows, columns)
         similarity = product(working_precision(self._rows[rows]), working_precision(self._columns[columns]))
-        is_nearer = similarity > (self._limit[rows] if self._limit.ndim == 2 else self._limit[columns])
+        is_nearer = similarity > self._limit[rows]
         self._count(tile, is_nearer, (rows.start, columns.start))
         tile.masked_fill_(is_nearer, -torch.inf)
 

@@ -20,11 +20,11 @@ from raycl.losses.checks import (
     checked_weight,
 )
 from raycl.losses.example_ids import ExampleIds
-from raycl.losses.false_negatives import query_mask
+from raycl.losses.false_negatives import Mask, query_mask
 from raycl.losses.guide import Guide
 from raycl.losses.logq import logit_biases, refined_row_loss
 from raycl.losses.objective import StoreBatch, add_proximal_term, gathered, positive_of
-from raycl.losses.ring import evaluate_ring, ring_masks
+from raycl.losses.ring import evaluate_ring, gather_ring_ids
 from raycl.losses.softmax import RowGroup, RowLoss, cross_entropy, evaluate_softmax, weighted
 from raycl.losses.tiled import (
     LOG2_E,
@@ -166,26 +166,25 @@ def ring_info_nce(
     temperature = checked_temperature(temperature, rows)
     group = RowGroup(slice(0, local), positive=0)
     num_negatives = None if negatives is None else len(others)
-    to_keys, to_queries = ring_masks(
-        query_id, key_id, group.blocks, negative_id=negative_id, num_negatives=num_negatives
-    )
+    ids = gather_ring_ids(query_id, key_id, local=local, negative_id=negative_id, num_negatives=num_negatives)
+    known = query_mask(ids, own, negative_id, group.blocks, in_batch=True)
+    mask: Mask | None = known
     biases = None
     if key_log_frequency is not None:
         biases = logit_biases(gather_detached(key_log_frequency), negative_log_frequency, rows)
         if refines_logq:
             row_loss = refined_row_loss(
-                key_log_frequency, to_keys, num_candidates=batch + len(others), dtype=rows.dtype
+                key_log_frequency, known, num_candidates=batch + len(others), dtype=rows.dtype
             )
     if guide is not None:
         guide.check(batch, len(others))
-        to_keys = guide.mask(to_keys, own)
-        to_queries = guide.mask(to_queries, own, transposed=True)
+        mask = guide.mask(known, own)
 
     def evaluate(*inputs: Tensor, with_gradient: bool) -> tuple[Tensor, Gradients]:
         softmax, gradients = evaluate_ring(
             *inputs,
             groups=(group,),
-            masks=(to_keys, to_queries),
+            mask=mask,
             biases=biases,
             row_loss=weighted(row_loss, checked_weight(weight, query)),
             with_gradient=with_gradient,

@@ -1,10 +1,10 @@
 """SigLIP, the pairwise sigmoid loss (Zhai et al., 2023)."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -24,8 +24,9 @@ from raycl.losses.checks import (
     checked_weight,
 )
 from raycl.losses.example_ids import ExampleIds
-from raycl.losses.false_negatives import key_mask, query_mask
+from raycl.losses.false_negatives import query_mask
 from raycl.losses.objective import StoreBatch, gathered
+from raycl.losses.ring import gather_ring_ids
 from raycl.losses.softmax import ColumnBlock
 from raycl.losses.tiled import (
     BLOCK_ROWS,
@@ -124,7 +125,7 @@ def ring_siglip(
     check_pair("query and key", query, key)
     rows = working_precision(query)
     own = slice(rank() * len(query), (rank() + 1) * len(query))
-    ids = gather_detached(query_id), gather_detached(key_id)
+    ids = gather_ring_ids(query_id, key_id, local=len(query))
     return fused(
         partial(_evaluate, own=own, pair_ids=ids, weight=checked_weight(weight, query), by_ring=True),
         rows,
@@ -157,79 +158,42 @@ def _evaluate(
     """Return the loss of rows [local_batch, dim] and its gradients; columns are gathered, or local with a ring."""
     blocks = list(spans(0, len(rows), BLOCK_ROWS))
     mask = query_mask(pair_ids, own, None, blocks, in_batch=True)
-    back = key_mask(pair_ids, own, blocks) if by_ring else None
-    check_temperature(*read_scalars(temperature, masks=(mask, back)))
-    at_rows, at_columns = gradient_buffers(
-        rows, columns, temperature=temperature, with_gradient=with_gradient
-    )
-    negatives = partial(_add_negatives, temperature=temperature, bias=bias, blocks=blocks)
+    needs_columns = columns.new_full((1,), with_gradient and columns.requires_grad)
+    if by_ring:  # gradients of columns are sent: all workers take part if one needs them
+        needs_columns = gather_detached(needs_columns).amax()
+    value, is_needed = read_scalars(temperature, needs_columns, masks=(mask,))
+    check_temperature(value)
+    (at_rows,) = gradient_buffers(rows, temperature=temperature, with_gradient=with_gradient)
+    weight = rows.new_ones(len(rows)) if weight is None else weight
+    of_row, total = rows.new_zeros(2, len(rows))  # loss and derivative at the logits of a row's negatives
+
+    def visit(worker: int, keys: Tensor) -> Tensor | None:
+        first, at_keys = worker * len(rows), torch.zeros_like(keys) if is_needed else None
+        candidates = ColumnBlock(keys, mask=mask, first=first, gradient=at_keys)
+        for block in blocks:
+            query, own_weight = rows[block] / temperature, weight[block, None]
+            for k, _, tile in candidates.tiles(query, block, diagonals=(own.start - first,)):
+                tile += bias
+                of_row[block] -= F.logsigmoid(-tile).sum(1)
+                weights = tile.sigmoid_()
+                total[block] += weights.sum(1)
+                if at_rows is not None:
+                    at_rows[block] += own_weight * product(weights, keys[candidates.pieces[k]].T)
+                if at_keys is not None:
+                    at_keys[candidates.pieces[k]] += product(weights.T, (own_weight * rows[block]).T)
+        return at_keys
+
+    at_columns = visit_all(visit, columns) if by_ring else visit(0, columns)
     match = slice(0, len(rows)) if by_ring else own
     positive = (rows * columns[match]).sum(1) / temperature + bias
-    weight = rows.new_ones(len(rows)) if weight is None else weight
-    loss, at_positive = -(weight * F.logsigmoid(positive)).sum(), -weight * (-positive).sigmoid()
-    at_bias = at_positive.sum()
-    if by_ring:
-        sums = [loss, at_bias]
-
-        def visit(worker: int, keys: Tensor, queries: Tensor, theirs: Tensor) -> None:
-            first, diagonals = worker * len(rows), (0,) if worker == rank() else ()
-            candidates = ColumnBlock(keys, mask=mask, first=first)
-            found = negatives(rows, candidates, diagonals, weight=weight, gradient=at_rows)
-            sums[0], sums[1] = sums[0] + found[0], sums[1] + found[1]
-            if at_columns is not None:
-                candidates = ColumnBlock(queries, mask=back, first=first)
-                negatives(columns, candidates, diagonals, column_weight=theirs, gradient=at_columns)
-
-        visit_all(visit, columns, rows, weight)
-        loss, at_bias = sums
-    else:
-        candidates = ColumnBlock(columns, mask=mask, gradient=at_columns)
-        found = negatives(rows, candidates, (own.start,), weight=weight, gradient=at_rows)
-        loss, at_bias = loss + found[0], at_bias + found[1]
+    at_positive = -weight * (-positive).sigmoid()
+    loss, at_bias = weight @ (of_row - F.logsigmoid(positive)), weight @ total + at_positive.sum()
     if at_rows is not None:
         at_rows += at_positive[:, None] * columns[match]
     if at_columns is not None:
         at_columns[match] += at_positive[:, None] * rows
     gradients = scaled_gradients(rows, (at_rows, at_columns), temperature, len(rows))
     return loss / len(rows), (*gradients, at_bias / len(rows) if bias.requires_grad else None)
-
-
-def _add_negatives(
-    rows: Tensor,
-    candidates: ColumnBlock,
-    diagonals: Sequence[int],
-    *,
-    temperature: Tensor,
-    bias: Tensor,
-    blocks: Sequence[slice],
-    weight: Tensor | None = None,
-    column_weight: Tensor | None = None,
-    gradient: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the summed loss of all negatives, and the summed derivative with respect to the logits.
-
-    Adds the unscaled gradients of rows, to ``gradient``, and of columns. ``diagonals`` (column - row) are those of
-    the positives. The loss of a row is multiplied by its ``weight`` [num_rows]. With ``column_weight`` the rows are
-    keys, and only their gradient is computed: the loss is that of the queries.
-    """
-    loss, total = rows.new_zeros(()), rows.new_zeros(())
-    weight = rows.new_ones(len(rows)) if weight is None else weight
-    values = candidates.columns if column_weight is None else column_weight[:, None] * candidates.columns
-    for block in blocks:
-        query, own = rows[block] / temperature, weight[block]
-        for k, _, tile in candidates.tiles(query, block, diagonals=diagonals):
-            piece = candidates.pieces[k]
-            tile += bias
-            if column_weight is None:
-                loss = loss - own @ F.logsigmoid(-tile).sum(1)
-            weights = tile.sigmoid_()
-            if column_weight is None:
-                total = total + own @ weights.sum(1)
-            if gradient is not None:
-                gradient[block] += own[:, None] * product(weights, values[piece].T)
-            if candidates.gradient is not None:
-                candidates.gradient[piece] += product(weights.T, (own[:, None] * rows[block]).T)
-    return loss, total
 
 
 @final

@@ -236,7 +236,7 @@ class _Comparison:
         loss = softmax.loss.mean()
         if not with_gradient:
             return loss, ()
-        gradient, _ = mutual.gradients(softmax, softmax, wanted=(True, True))
+        gradient, _ = mutual.gradients(softmax.logsumexp, softmax.logsumexp, wanted=(True, True))
         positives.subtract(softmax.positive_weight, gradient, gradient)
         # Half, because each similarity contributes to the gradients of both of its rows.
         return loss, scaled_gradients(rows, (gradient,), temperature, len(rows), share=0.5)
@@ -279,7 +279,7 @@ class _Comparison:
             rows[:0],
             temperature,
             groups=groups,
-            masks=(mask, mask),
+            mask=mask,
             row_loss=self._row_loss(positives.logits(LOG2_E / temperature)),
             with_gradient=with_gradient,
         )
