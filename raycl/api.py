@@ -306,7 +306,7 @@ def certify(
     run. ``data`` replaces the addresses of the run's data if they have moved. ``is_valid`` of the result says whether no
     check failed; ``to_dict()`` is the certificate.
 
-    Raises ``ConfigError`` for a negative number of steps, ``DataError`` if there is no run, and ``StorageError`` for an
+    Raises ``ConfigError`` for a negative number of steps, ``DataError`` without a run, and ``StorageError`` for an
     unreadable address.
     """
     check_type("steps", steps, int)
@@ -320,7 +320,7 @@ def check_certificate(file: Address, run: Address | None = None) -> "Certificate
     """Check a certificate, and whether the files of its run are still those that were certified.
 
     Needs neither data nor Ray. ``run`` is the folder of the run, by default the one that the file is in. Raises
-    ``DataError`` if there is no certificate or no run, and ``StorageError`` for an unreadable address.
+    ``DataError`` without a certificate or a run, and ``StorageError`` for an unreadable address.
     """
     from raycl.step_replay.certificate import check_certificate as check
 

@@ -65,7 +65,7 @@ def read_chain(output: Place) -> list[dict[str, Any]]:
 def kept_links(links: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the links whose steps belong to the run in the end, without those that a later start or rollback undid.
 
-    A start or rollback continues the link of the checkpoint that it names, or begins anew if it names none.
+    A start or rollback continues the link of the checkpoint that it names, or begins a new chain if it names none.
     """
     saved: dict[str, int] = {}  # the last link of each checkpoint
     before: list[int | None] = []  # of each link, the one that it continues

@@ -14,7 +14,7 @@ class LossSpec:
     Attributes:
         objective: ``module:Class`` of the loss over all workers, a dataclass. Its fields are named as in
             :class:`LossSettings`.
-        fixed: the values of fields that are no settings.
+        fixed: the values of fields that are not settings.
         keys: supported sources of keys: ``tower`` (another view, or the other half of a pair),
             ``momentum_encoder``, ``memory_bank`` (the sample's own slot of a memory bank).
         pairs: whether it supports the queries and keys of two towers.

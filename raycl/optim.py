@@ -160,7 +160,7 @@ class Muon(Optimizer):
 
     The momentum of a matrix, or of a filter as a matrix of its output channels, is replaced by the nearest
     orthogonal matrix, which five steps of Newton-Schulz approximate. The root mean square of its step is 0.2
-    times the learning rate, about that of AdamW, so that both use one learning rate (Liu et al., 2025). Weight
+    times the learning rate, about AdamW's, so that both use one learning rate (Liu et al., 2025). Weight
     decay is decoupled. Biases, normalization weights, position embeddings and ``tables`` take AdamW's steps.
     """
 

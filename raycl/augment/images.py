@@ -24,7 +24,7 @@ from raycl.augment.rng import uniforms
 from raycl.distributed.device_copy import constant
 from raycl.errors import ConfigError
 
-DRAWN_PIXELS = 2**25  # of images whose views a GPU draws together; each needs about 40 bytes meanwhile
+DRAWN_PIXELS = 2**25  # of images whose views a GPU draws together; each needs about 40 bytes
 
 # One column of uniforms each; the columns of the crop box follow, then the rotation.
 # Append only: another order would change the views of every earlier run.

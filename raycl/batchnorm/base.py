@@ -28,7 +28,7 @@ def count_batch(layer: _BatchNorm) -> float:
 
 @torch.no_grad()
 def track(layer: _BatchNorm, mean: Tensor, unbiased_variance: Tensor, rate: float) -> None:
-    """Move the running statistics towards those of a batch, [channels] each, by ``rate``."""
+    """Move the running statistics towards a batch's, [channels] each, by ``rate``."""
     if layer.track_running_stats and layer.running_mean is not None and layer.running_var is not None:
         layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), rate)
         layer.running_var.lerp_(unbiased_variance.to(layer.running_var.dtype), rate)

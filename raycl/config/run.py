@@ -214,7 +214,7 @@ class RunConfig(Section):
 
     @property
     def encoder_of_texts(self) -> EncoderConfig:
-        """The network of captions, or of other texts if the samples are no images."""
+        """The network of captions, or of other texts if the samples are not images."""
         return self.text_encoder if self.data.kind == "image_text" else self.encoder
 
     @property

@@ -359,7 +359,7 @@ class HeadConfig(Section):
 class PredictionHeadConfig(Section):
     """The prediction head, which maps projections to queries; keys have none (Grill et al., 2020).
 
-    With it all views of a sample are queries, those of full size are keys too, and the loss is the mean over all
+    With it all views of a sample are queries, views of full size are keys too, and the loss is the mean over all
     queries and the keys of other views: with two views, over both directions.
     """
 
@@ -457,13 +457,13 @@ class GuideConfig(Section):
 
 @final
 class MinedConfig(PoolConfig):
-    """Hard negatives from a search with the newest weights, which goes on during training (ANCE: Xiong et al., 2021).
+    """Hard negatives from a search with the newest weights, which runs during training (ANCE: Xiong et al., 2021).
 
-    The queries and documents are those of pairs, images and captions, or sentences.
+    The queries and documents come from pairs, images with captions, or sentences.
     """
 
     num: Annotated[int, Field(ge=0)] = 0
-    """Mined negatives of each query in a step, beside those of the data; 0 mines none."""
+    """Mined negatives of each query in a step, in addition to the data's; 0 mines none."""
 
     candidates: Count = 20
     """Nearest documents of each query from which ``num`` are drawn, at least as many; 200 in ANCE."""
@@ -586,7 +586,7 @@ class OptimizerConfig(Section):
         0.9,
         0.999,
     )
-    """Decay rates of AdamW's two moments, below 1; in Muon, of parameters that are no matrices."""
+    """Decay rates of AdamW's two moments, below 1; in Muon, of parameters that are not matrices."""
 
     weight_decay: NotNegative = 1e-6
     """Weight decay, except of biases and normalization layers; 1e-6 as in SimCLR."""

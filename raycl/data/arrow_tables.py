@@ -64,7 +64,7 @@ class ArrowTables:
 def unread_files(uri: str, files: Sequence[str]) -> set[str]:
     """Return the files below ``uri`` in folders that ``datasets`` saved and that are not its data.
 
-    It keeps there what it computed from them, and the files of a data set that was saved there before. Raises ``DataError``
+    It computed them from the data, or they belong to a data set that was saved there before. Raises ``DataError``
     for a folder of several splits (a ``DatasetDict``), or without one of its files.
     """
     arrow_files = {path for path in files if path.endswith(".arrow")}
@@ -103,7 +103,7 @@ def _data_files(state: Place, *, is_saved: bool) -> list[str] | None:
 
 @contextlib.contextmanager
 def _open(place: Place) -> Iterator[pa.NativeFile]:
-    """Open a file; a local one is mapped into memory, so that only what is used is read."""
+    """Open a file; a local one is mapped into memory, so that only the used parts are read."""
     with contextlib.ExitStack() as stack:
         if place.is_local:
             file = stack.enter_context(open(place.resolve()[1], "rb"))

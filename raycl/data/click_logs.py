@@ -87,7 +87,7 @@ def group_rows(
 ) -> ray.data.Dataset:
     """Return one row per positive: query, document, and the unclicked documents of the query.
 
-    Rows belong to the same query if they share ``query_id``, or the text if there are no ids. Repeated
+    Rows belong to the same query if they share ``query_id``, or, without ids, the text. Repeated
     pairs count once, and a document that was clicked at least once is not a negative of that query. Pairs of a query with
     many unclicked documents share them, see :func:`raycl.data.matches.divided`.
     The coordinator counts the skipped rows, by names that begin with ``prefix``. The queries are divided into

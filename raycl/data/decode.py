@@ -245,7 +245,7 @@ def classes_of(dataset: ray.data.Dataset, columns: ColumnNames) -> tuple[str, ..
 
 
 def columns_of(dataset: ray.data.Dataset, columns: ColumnNames) -> ColumnNames:
-    """Return the columns to read of a dataset; raises ``DataError`` if one is missing, or there are no rows."""
+    """Return the columns to read of a dataset; raises ``DataError`` if one is missing or the dataset is empty."""
     schema = dataset.schema()
     if schema is None:
         raise DataError("the Ray Dataset has no rows and no columns; give one with rows")

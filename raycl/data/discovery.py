@@ -300,7 +300,7 @@ def _classes(
     label = str(columns.label)
     kinds = [each.field(label).type for each in ([types] if types else [each.schema for each in tables])]
     floats = [str(kind) for kind in kinds if pa.types.is_floating(kind)]
-    # A file without any label does not tell whether they are integers.
+    # A file without any label does not determine whether labels are integers.
     first = next((kind for kind in kinds if not pa.types.is_null(kind)), pa.null())
     if are_numbers(first) and not floats:
         return None, ""

@@ -109,7 +109,7 @@ def _reading(place: Place) -> Iterator[None]:
     except RayclError:
         raise
     except BaseException as error:
-        # A panic of Lance, as for a damaged file, is no Exception.
+        # A panic of Lance, as for a damaged file, is not an Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         cause = _ORIGIN.sub("", first_line(error))

@@ -192,7 +192,7 @@ def _file_bytes(source: Source) -> int:
     if not place.is_folder():
         return _size(place)
     used = {path for fragment in source.fragments for path in fragment.paths or (fragment.file,)}
-    # A fragment of Lance has several files; those of earlier versions are counted too.
+    # A fragment of Lance has several files; files of earlier versions are counted too.
     files = place.files(underscored=EXTENSIONS)
     return sum(num_bytes for path, num_bytes in files if path in used or source.kind == "lance")
 

@@ -243,7 +243,7 @@ def _activations(num_rows: float, stage: Stage, row: float, waiting: float) -> f
 def _store_bytes(config: RunConfig, num_samples: int, texts_per_row: float) -> float:
     """Return the bytes of the store in a worker: the whole queue, its part of a memory bank, or fetched rows.
 
-    With mined negatives, they are those of the table: a document and its step for each candidate of each text.
+    With mined negatives, it is the table: a document and its step for each candidate of each text.
     """
     if config.negatives.mined.num:
         return 8.0 * num_samples * texts_per_row * config.negatives.mined.candidates

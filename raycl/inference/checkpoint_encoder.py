@@ -135,7 +135,7 @@ class _Opened:
         prefixes = ("query.", "key.") if self.config.has_two_towers else ("",)
         towers = []
         for spec, prefix in zip(encoder_specs(self.config, self.tokenizer), prefixes, strict=False):
-            # Building a network seeds the generators; those of GPUs only if this process uses them.
+            # Building a network seeds the generators, on GPUs only if this process uses them.
             devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
             with torch.random.fork_rng(devices):
                 encoder = build_encoder(self.config, spec, vocabulary) if network is None else network

@@ -33,8 +33,8 @@ class ExampleIds:
         weight: weights of the samples, [local_batch], or None; a transform reads them from the data; the ids of
             a batch have weights of mean 1 over all workers.
         shared_id_space: whether names of different columns are comparable.
-        num_shown: the names of a key from this column on, with ``shared_id_space`` also those of a query, are of texts
-            that its row has beside those it shows: negatives match by them, and two rows do not. None if all names are
+        num_shown: the names of a key from this column on, with ``shared_id_space`` also of a query, are texts
+            of its row that it does not show: negatives match by them, and two rows do not. None if all names are
             of shown texts.
         key_name: the names by which a store indexes the keys: the first ones.
         negative_name: the same for explicit negatives.

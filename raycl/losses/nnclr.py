@@ -26,7 +26,7 @@ def nnclr(
     gathered_sample_id: Tensor | None = None,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """Classify each prediction among those of the batch by its sample's neighbor (Dwibedi et al., 2021, equation 3).
+    """Classify each prediction among the batch's by its sample's neighbor (Dwibedi et al., 2021, equation 3).
 
     With the neighbor n_i of projection i and predictions p, the loss is the **mean** over i of
     -log(exp(n_i p_i / temperature) / sum over k of exp(n_i p_k / temperature)). The paper adds the two

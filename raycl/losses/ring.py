@@ -271,7 +271,7 @@ def evaluate_mutual_ring(
 def _sums_of_own(sums: Sequence[Sums]) -> Sums:
     """Return the sums of this worker's columns over the rows of all workers; collective.
 
-    ``sums`` are those of each worker's columns over this worker's rows.
+    ``sums`` has the sums of each worker's columns over this worker's rows.
     """
     sizes = [len(shift) for shift, _ in sums]
     stacked = torch.cat([torch.stack(each, dim=1) for each in sums])

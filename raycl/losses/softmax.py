@@ -28,7 +28,7 @@ class RowGroup(NamedTuple):
 
     rows: slice
     positive: int | None  # column of the first row's positive; None if the caller adds the positives
-    excluded: tuple[int, ...] = ()  # columns that are no candidates of the first row, such as the row itself
+    excluded: tuple[int, ...] = ()  # columns that are not candidates of the first row, such as the row itself
 
     @property
     def diagonals(self) -> list[int]:

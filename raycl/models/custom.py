@@ -56,7 +56,7 @@ def has_unused_parameters(encoder: nn.Module, example: Tensor) -> bool:
     device = next((p.device for p in encoder.parameters()), torch.device("cpu"))
     output = encoder.eval()(example.to(device))
     encoder.train(was_training)
-    # No backward pass: those of cuDNN's recurrent layers need training mode.
+    # No backward pass: cuDNN's recurrent layers need training mode for it.
     found: set[Any] = set()
     ahead = [output.grad_fn]
     while ahead:

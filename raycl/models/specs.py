@@ -86,7 +86,7 @@ class TextEncoderSpec(EncoderSpec):
 
     ``cut_at`` is the number of tokens that texts are cut at, if training used fewer than ``max_length``.
     ``padding`` is the padding id in the tokenizer's file, None in specs of older runs. ``prompts`` are the
-    texts before each text of a side; the encoder applies that of ``side``.
+    texts before each text of a side; the encoder applies the prompt of ``side``.
     """
 
     kind: Literal["text"] = "text"

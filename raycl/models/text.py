@@ -206,7 +206,7 @@ class BagOfSubwords(nn.Module):
 
     @torch.no_grad()
     def start_vectors(self, spellings: Sequence[str]) -> None:
-        """Move the vectors of tokens that are spelled alike toward each other, such as those of "run" and "runs".
+        """Move the vectors of tokens that are spelled alike toward each other, such as "run" and "runs".
 
         Each vector becomes a sum, of unit variance, of itself and a random vector for each n-gram of 3 to 5
         characters that the token shares with others. The n-gram's weight is its inverse frequency among tokens

@@ -31,7 +31,7 @@ class Whitening(nn.Module):
         super().__init__()
         self._shrinkage = shrinkage
         self.register_buffer("mean", torch.zeros(dim))
-        # Not centered, so that the mean over workers is that of all rows.
+        # Not centered, so that the mean over workers equals the mean of all rows.
         self.register_buffer("second_moment", torch.zeros(dim, dim))
         self.register_buffer("num_batches", torch.zeros((), dtype=torch.int64))
 

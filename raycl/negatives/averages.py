@@ -13,7 +13,7 @@ import numpy as np
 # so that a shard draws its blocks only. Another size would give other rows.
 _BLOCK = 4_096
 
-# The purposes of random streams, which keep those of one seed apart.
+# The purposes of random streams, which separate the streams of one seed.
 _INITIAL_ROWS, DRAWS = 0, 1
 
 # Shorter sums of rows of length 1 are rounding errors, and their direction is meaningless.

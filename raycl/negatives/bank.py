@@ -273,7 +273,8 @@ def connect_bank(name: str, address: str | None = None, *, timeout_s: float | No
 
     It waits at most ``timeout_s`` for a shard that restarts: 30 s to connect, and then the run's ``bank.timeout_s``, by
     default. Joins the Ray at ``address`` (HOST:PORT), or in RAY_ADDRESS, or else the one on this machine,
-    unless this process has joined one already; never starts one. Of several on this machine, it joins the one with the bank.
+    unless this process has joined one already; never starts one. If this machine has several, it
+    joins the one with the bank.
 
     Raises:
         ConfigError: There is no such bank (the message lists the others), or no Ray to join, or several have the bank.

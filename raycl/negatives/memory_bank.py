@@ -193,7 +193,7 @@ class MemoryBank:
         self._calls = []
 
     def _with_earlier(self, positions: np.ndarray, units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return these rows and those of earlier calls of the step for the same slots, whose effect is undone."""
+        """Return these rows and the rows of earlier calls of the step for the same slots, whose effect is undone."""
         if not (self._step[positions] == self._latest_step).any():
             return positions, units
         owners, came = [positions], [units]

@@ -37,7 +37,7 @@ class SavedBank:
         self._spec, self._rows = spec, rows
         slices = list(self._slices())
         self._measured = [(each, row_lengths(each)) for each in slices]
-        stats = sum_up(spec, [], list(map(row_stats, slices)), [])  # there are no shards
+        stats = sum_up(spec, [], list(map(row_stats, slices)), [])  # without shards
         num_bytes = sum(each.nbytes for each in rows.arrays())
         self._stats = replace(stats, name=run_name(Place(stats.output)), kind=kind, num_bytes=num_bytes)
 

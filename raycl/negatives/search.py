@@ -17,8 +17,8 @@ from raycl.negatives.store import Negatives
 class Neighbors(Displayable):
     """The rows nearest to one query, nearest first: k of them, or all rows if there are fewer.
 
-    ``sample_id`` and ``step`` are int64 [k], ``similarity`` is the cosine, float32 [k]. ``newest_step`` is that of
-    the whole bank when it answered, so a row is ``newest_step - step`` steps old; -1 if no row was ever written.
+    ``sample_id`` and ``step`` are int64 [k], ``similarity`` is the cosine, float32 [k]. ``newest_step`` is the whole
+    bank's when it answered, so a row is ``newest_step - step`` steps old; -1 if no row was ever written.
     """
 
     sample_id: np.ndarray
@@ -47,8 +47,8 @@ class Neighbors(Displayable):
 class SampleRows:
     """The rows of some samples.
 
-    ``rows`` is [n, dim], float32 or float16; ``sample_id`` and ``step`` are int64 [n]. ``newest_step`` is that of the
-    whole bank when it answered; -1 if no row was ever written.
+    ``rows`` is [n, dim], float32 or float16; ``sample_id`` and ``step`` are int64 [n]. ``newest_step`` is the whole
+    bank's when it answered; -1 if no row was ever written.
     """
 
     rows: np.ndarray

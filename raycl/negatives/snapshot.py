@@ -5,7 +5,7 @@ which names the current snapshot. It is written when all shards have saved their
 run restores an earlier one.
 
 A shard of a memory bank writes an increment, the rows written since the current snapshot, or a base, all rows.
-Its rows are those of a base and of the increments after it: a ``Chain`` of files. The snapshot's ``needs.json``
+Its rows are the rows of a base and of the increments after it: a ``Chain`` of files. The snapshot's ``needs.json``
 lists the steps in the chains of all shards, which pruning must keep.
 """
 

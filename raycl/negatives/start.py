@@ -47,7 +47,7 @@ def start_bank(spec: BankSpec, sample_id: np.ndarray | None = None, *, cluster_g
     if samples is not None:
         write_samples(spec, samples.sample_id)
     step = read_current(spec).step
-    has_snapshot = step > 0 or shard_place(spec, 0, 0).exists()  # that of step 0 has initialized slots
+    has_snapshot = step > 0 or shard_place(spec, 0, 0).exists()  # of step 0: initialized slots
     bank = Bank(spec, _create_actors(spec))
     try:
         _wait_for_shards(bank, timeout_s=bank.timeout_s(for_storage=has_snapshot))

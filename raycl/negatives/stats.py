@@ -152,7 +152,7 @@ class BankStats(Displayable):
 def sum_up(
     spec: BankSpec, shards: Sequence[ShardStats], row_parts: Sequence[RowStats], infos: Sequence[ShardInfo]
 ) -> BankStats:
-    """Return the statistics of a bank from those of slices of its rows and of its shards."""
+    """Return the statistics of a bank from the statistics of slices of its rows and of its shards."""
     rows_of: Counter[int] = Counter()  # by step
     for part in row_parts:
         rows_of.update(part.num_rows)

@@ -1,6 +1,6 @@
 """Examples and defaults of other libraries: a recipe, and the settings in which they differ from it.
 
-The sources of the values, and what has no counterpart, are in ``docs/migration.md``.
+``docs/migration.md`` has the sources of the values, and the settings without a counterpart.
 """
 
 from typing import Any

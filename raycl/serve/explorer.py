@@ -49,7 +49,7 @@ class Paced(Generic[Answer]):
         self._last: Answer | RayclError = RunError("nothing was computed yet; try again")
 
     def get(self) -> Answer:
-        """Return the last answer, or compute it; raises what the computation raises."""
+        """Return the last answer, or compute it; raises the computation's errors."""
         with self._lock:
             start = time.monotonic()
             pause = max(self._keep_s, min(_PAUSE_FACTOR * self._took_s, _MAX_PAUSE_S))
@@ -153,7 +153,7 @@ class QueryEncoder:
     def embed(self, kind: schemas.QueryKind, content: Any) -> tuple[np.ndarray, str]:
         """Encode a text, or the content of an image file: float32 [dim], and the name of the checkpoint.
 
-        Raises ``StorageError`` while there is no checkpoint, ``DataError`` for invalid content, and
+        Raises ``StorageError`` before the first checkpoint, ``DataError`` for invalid content, and
         ``ConfigError`` for content of another kind than the run's.
         """
         with self._lock:
@@ -173,7 +173,7 @@ class RepresentationEncoder:
     """Encode images and texts as ``raycl embed`` does, with the encoder that the run has at the first query."""
 
     def __init__(self, run: str, queries: tuple[schemas.QueryKind, ...]) -> None:
-        """Store the address of the run and its kinds of queries, of which the second is that of the keys."""
+        """Store the address of the run and its kinds of queries, of which the second belongs to the keys."""
         self._run, self._queries = run, queries
         self._lock = threading.Lock()
         self._encoders: list[Any] = []

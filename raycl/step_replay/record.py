@@ -132,7 +132,7 @@ def check_repeatable(run: RecordedRun, trusted: Collection[str] | None = None) -
 
 
 def _without_undone(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the lines without those of the steps that a rollback undid."""
+    """Return the lines without the steps that a rollback undid."""
     kept: list[dict[str, Any]] = []
     for line in lines:
         if line.get("event") == ROLLBACK:

@@ -45,7 +45,7 @@ def train_until(
     ``workers`` is the number of workers that made these steps, by default as the log has it.
 
     This process makes the steps of all workers of the run: see :mod:`raycl.training.virtual_workers`. Nothing is
-    written. The floating-point sums are those of one process, so that losses differ in the last digits from the losses of
+    written. One process computes the floating-point sums, so losses differ in the last digits from the losses of
     several workers, and the more so the more steps are made.
 
     Raises:

@@ -40,7 +40,7 @@ class RunRows:
     """The job of one process on the rows of a run, and where each row came from: for each data set, by sample id.
 
     For a stream, ``fragments`` are the ids and labels of the valid training rows of each fragment, with the tokens if they
-    determine the order, ``where`` is empty, and ``fingerprints`` are those of the fragments, by the first id of each.
+    determine the order, ``where`` is empty, and ``fingerprints`` has a fingerprint of each fragment, by its first id.
     """
 
     run: RecordedRun
@@ -119,7 +119,7 @@ class RunRows:
 
 
 def read_rows(run: RecordedRun) -> RunRows:
-    """Decode all rows of a run; those of a stream again when they are used.
+    """Decode all rows of a run; rows of a stream are decoded again when they are used.
 
     Raises ``ConfigError`` if one process cannot repeat its steps, ``DataError`` if the data are missing or other ones.
     """

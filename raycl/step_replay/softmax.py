@@ -87,7 +87,7 @@ class Side:
     """Queries of one kind, with their positives and all their candidates, float64.
 
     ``view`` is the number of the queries' view, ``positive_view`` the one of their positives. ``candidates`` names the
-    rows of ``columns``. ``mask`` returns, for a slice of queries, which columns are no negatives, bool
+    rows of ``columns``. ``mask`` returns, for a slice of queries, which columns are not negatives, bool
     [rows, num_columns]: the positive, the query itself and false negatives. Biases are added to the logits.
     """
 
@@ -279,7 +279,7 @@ def _side_of_queries(
 def _biases(
     inputs: LossInputs, objective: Clip | None, *, in_batch: bool, num_others: int
 ) -> tuple[Tensor, Tensor]:
-    """Return what the log-Q correction adds to the logits of positives and of all columns."""
+    """Return the terms that the log-Q correction adds to the logits of positives and of all columns."""
     batch = len(inputs.query)
     if objective is None or objective.log_frequency is None:
         none = torch.zeros(batch, dtype=torch.float64)

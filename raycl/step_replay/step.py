@@ -32,7 +32,7 @@ _MAX_CHARACTERS = 45  # of a text in a terminal
 @final
 @dataclass(frozen=True, kw_only=True)
 class Negative:
-    """A candidate that is no positive of a query.
+    """A candidate that is not a positive of a query.
 
     Attributes:
         sample: the sample.

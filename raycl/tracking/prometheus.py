@@ -76,7 +76,7 @@ _OF_A_LINE = {
     "effective_rank": "Effective rank of the embeddings",
     "uniformity": "Uniformity of the embeddings",
     "alignment": "Mean squared distance of positives",
-    "positive_negative_gap": "Similarity of positives less that of other pairs",
+    "positive_negative_gap": "Similarity of positives minus similarity of other pairs",
     "tracking_failures": "Failed attempts to write metrics to a tracker",
 }
 

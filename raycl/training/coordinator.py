@@ -103,7 +103,7 @@ class RunCoordinator:
         self._standby_nodes.add(node)
 
     def nodes_without_standby(self, nodes: Sequence[str], most: int) -> list[str]:
-        """Return those of the nodes that were not recorded: so many that ``most`` of the nodes will be."""
+        """Return unrecorded nodes, so many that at most ``most`` nodes will be recorded."""
         known = self._standby_nodes.intersection(nodes)
         return [node for node in nodes if node not in known][: max(0, most - len(known))]
 
@@ -143,7 +143,7 @@ class RunCoordinator:
             self.add_notice(f"{file} is damaged: a stream is read from the first row of its epoch")
             return
         for fragment, counts in saved.items():
-            if uri is None or fragment.startswith(f"{uri}:"):  # a copy at another address is counted anew
+            if uri is None or fragment.startswith(f"{uri}:"):  # a copy at another address is counted again
                 self.add_rows(fragment, _stats_of(counts))
 
     def _restore(self, journal: Path) -> None:

@@ -1,6 +1,6 @@
 """The corpus of a run with mined negatives: its distinct queries and documents, and which of them match.
 
-The documents are those of pairs, the captions of images, or sentences. Every kind of data becomes rows of a query and a
+The documents come from pairs, or are captions of images, or sentences. Every kind of data becomes rows of a query and a
 document; a row of several captions or sentences becomes several of them.
 """
 
@@ -64,12 +64,12 @@ class Corpus:
             first document it is, the least one if rows are sorted, or the text's id if there is none.
         positive: the query and the document of each distinct pair, int64 [num_pairs, 2].
         sample_id: the ids of the rows, ascending, int64 [num_rows].
-        pair: the numbers of each row's pairs, one for each of its texts: those of row i are
+        pair: the numbers of each row's pairs, one for each of its texts: the pairs of row i are
             ``pair[first_pair[i] : first_pair[i + 1]]``.
         first_pair: int64 [num_rows + 1].
         query_entity: the entity of each query, texts with an id in common, from 0, int64 [num_queries].
         document_entity: the same of each document, int64 [num_documents].
-        matches: the entities of documents that match each entity of queries: those of entity e are
+        matches: the entities of documents that match each entity of queries: the matches of entity e are
             ``matches[first_match[e] : first_match[e + 1]]``.
         first_match: int64 [num_entities + 1].
     """
@@ -90,7 +90,7 @@ class Corpus:
     def pairs_of(
         self, sample_id: NDArray[np.int64], number: NDArray[np.int64] | None = None
     ) -> NDArray[np.int64]:
-        """Return the number of a pair of each row, int64 [n]: the first one, or that of its text with this ``number``.
+        """Return the number of a pair of each row, int64 [n]: the first, or its text's with this ``number``.
 
         It is -1 for a row that the corpus does not have: one of a stream that was not read yet.
         """
@@ -249,7 +249,7 @@ def build_corpus_of_sentences(rows: InMemoryDataset, *, first_only: bool = False
     ids = np.repeat(rows.sample_id, counts).tolist()
     if first_only:
         following = np.repeat(ends - counts, counts)
-        # Rows may share a sentence that is no document.
+        # Rows may share a sentence that is not a document.
         texts = DistinctTexts[int](sentences.text_id.tolist(), ids)
         ids = [texts.entity[texts.number[each]] for each in sentences.text_id.tolist()]
     keys = sentences.text_id.tolist(), sentences.text_id[following].tolist()

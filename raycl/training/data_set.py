@@ -122,7 +122,7 @@ def texts_per_row(data: Source | ray.data.Dataset, columns: ColumnNames) -> dict
 
 
 def _first_rows(data: Source | ray.data.Dataset, names: list[str]) -> pa.Table | None:
-    """Return some rows of a source; those of a dataset, which is executed for them, only if it has lists."""
+    """Return some rows of a source; of a dataset, which is executed for them, only if it has lists."""
     if isinstance(data, Source):
         return next((table for _, table in data.tables(data.fragments[0], names)), None) if names else None
     schema: Any = data.schema()
@@ -141,7 +141,7 @@ def learn_vocabulary(
     corpus: Source | None = None,
     counted: bool,
 ) -> tuple[Vocabulary, ReadStats]:
-    """Read texts as ``read_vocabulary`` does: those of sources in a task of Ray, near the data."""
+    """Read texts as ``read_vocabulary`` does: from sources in a task of Ray, near the data."""
     if tokenizer is not None and not counted:
         return Vocabulary(tokenizer), ReadStats()
     if not all(isinstance(each, Source) for each in data):

@@ -185,7 +185,7 @@ def _train_group(job: Job, report: Printer) -> Outcome:
 
 
 def _limit_pools(job: Job) -> None:
-    """Let the pools grow to what the workers and data tasks leave on the nodes that there are now."""
+    """Limit the pools to the resources that workers and data tasks leave on the current nodes."""
     config, pools = job.config, (job.encoder_pool, job.mining_pool)
     for pool, settings in zip(pools, (config.momentum_encoder, config.negatives.mined), strict=True):
         if pool is not None:
@@ -270,7 +270,7 @@ def _spare_gpus(config: RunConfig) -> float:
 def encoders_that_fit(config: RunConfig, pool: PoolConfig, *, streamed: bool) -> tuple[int, int]:
     """Return the fewest and the most encoders of the run's pool, with CPUs left for workers and data tasks.
 
-    On a cluster that cannot grow, an encoder that waits for CPUs could take those of a data task.
+    On a cluster that cannot grow, an encoder that waits for CPUs could take the CPUs of a data task.
     """
     least, most = pool.actor_range
     if config.autoscaling:

@@ -357,7 +357,7 @@ class PoolActor:
 
 
 def _is_input_lost(error: Exception) -> bool:
-    """Whether rows or weights are lost, as those of a worker that has died: the encoder has not failed.
+    """Whether rows or weights are lost, such as a dead worker's: the encoder has not failed.
 
     The pool owns the answers: one lost with the node of its encoder raises an ``ObjectLostError`` that is no
     ``OwnerDiedError``.

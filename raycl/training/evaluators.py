@@ -243,7 +243,7 @@ def _why_not_evaluated(config: RunConfig, bank: InMemoryDataset, test: InMemoryD
 
 
 def _without_trained(job: Job, test: InMemoryDataset, train: InMemoryDataset) -> InMemoryDataset:
-    """Return the held-out pairs that are no training pairs, as the encoder sees them."""
+    """Return the held-out pairs that are not training pairs, as the encoder sees them."""
     of_test, of_train = (
         np.stack([each.text_ids("query"), each.text_ids("document")], axis=1) for each in (test, train)
     )

@@ -70,7 +70,7 @@ class GroupBank:
         self._arriving = self._asked = self._own_slots = None
 
     def _ask_now(self, views: Views, step: int) -> "_Arriving":
-        """Ask for the rows of this step and wait for them; ask for those of the next step."""
+        """Request the rows of this step and wait for them; request the rows of the next step."""
         own = self._gathered(views.ids)
         following = self._gathered(views.next_ids[0]) if self._prefetches and views.next_ids else None
         self._ask(own, step)

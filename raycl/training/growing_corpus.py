@@ -14,7 +14,7 @@ from raycl.training.corpus import Built, Corpus
 
 @final
 class GrowingCorpus:
-    """The corpus of all rows so far; ``build`` makes it, and ``formats`` are those of the rows."""
+    """The corpus of all rows so far; ``build`` makes it, and ``formats`` are the formats of the rows."""
 
     def __init__(self, formats: Formats, build: Callable[[InMemoryDataset], Built]) -> None:
         self._formats, self._build = formats, build

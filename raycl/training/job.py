@@ -60,8 +60,8 @@ class Job:
     stream that is mined. ``fingerprint`` hashes the rows, None for a stream, and ``corpus_fingerprint`` the texts of
     ``text.corpus``, if they were read. ``guide`` refers to the embeddings of a guide, which each node holds once;
     ``corpus`` to the queries and documents of the training rows, if a ``miner``
-    searches them and they are no stream. ``encoder_pool`` is set if a pool of actors encodes keys. ``began`` is when the
-    run began, in seconds since 1970, later by the time in which no driver ran. ``failure`` is the last loss of a
+    searches them and they are not a stream. ``encoder_pool`` is set if a pool of actors encodes keys. ``began`` is when
+    the run began, in seconds since 1970, later by the time in which no driver ran. ``failure`` is the last loss of a
     group, also if groups after it have trained since.
     """
 

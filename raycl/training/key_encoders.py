@@ -36,7 +36,7 @@ class KeyEncoder:
     """The momentum encoder in an actor of the pool."""
 
     def __init__(self, config: RunConfig, vocabulary: Vocabulary | None, network: nn.Module | None) -> None:
-        # Rows arrive in the object store's memory, which nobody writes.
+        # Rows arrive in the object store's memory, which is read-only.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         self._config, self._device = prepare_encoder(config, config.momentum_encoder)
         self._transform = build_transform(config, None if vocabulary is None else vocabulary.tokenizer)

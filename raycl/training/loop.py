@@ -58,7 +58,7 @@ def run_worker(settings: dict[str, ray.ObjectRef]) -> Outcome | None:
 
 
 def _keep_standbys(job: Job) -> None:
-    """Ask for processes that replace those of this group if they are lost."""
+    """Start standby processes that replace lost processes of this group."""
     job.coordinator.add_standby_node.remote(ray.get_runtime_context().get_node_id())
     number = 1 if job.stream is None else 2  # the first worker starts the actor that reads a stream
     stand_by(number if rank() == 0 else 1, began=job.began)

@@ -53,7 +53,7 @@ class MinedNegatives:
 
     They come from the candidates in the table without replacement, some at random from all documents that do not
     match the query: the configured fraction, and all where the table has no more, as before the first one. The corpus
-    of a stream grows: it comes with a table, and before the first one there are no negatives. ``load_rows`` makes it
+    of a stream grows: it comes with a table, and before the first one it has no negatives. ``load_rows`` makes it
     of the stream's rows.
 
     Attributes:

@@ -49,7 +49,7 @@ _RETRY_S, _MAX_RETRY_S = 0.5, 30.0  # after a failure; longer after each of seve
 
 
 class Published(NamedTuple):
-    """The weights of a step; ``group`` names the worker group, whose steps may lie before those of an earlier one."""
+    """The weights of a step; ``group`` names the worker group, whose steps may precede an earlier group's."""
 
     group: str
     step: int

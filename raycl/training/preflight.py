@@ -452,7 +452,7 @@ def describe_data(
     """Return the content of ``data.json``, which a resumed run is compared with.
 
     ``rows`` are the numbers of rows of each data set, and ``data`` their addresses, if they have any. ``label_names``
-    are those of integers, for display. ``files`` are the fingerprints of the files, of sources alone.
+    are the names of integer labels, for display. ``files`` are the fingerprints of the files, of sources alone.
     """
     return {
         "data": None if not data else data[0] if len(data) == 1 else list(data),

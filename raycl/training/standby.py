@@ -44,8 +44,8 @@ def importing(function: str) -> dict[str, str]:
 def import_worker() -> None:
     """Import the modules of a training worker, unless this process gets an actor at once.
 
-    ``run_worker`` turns the garbage collection on again, which takes a sixth of the time of these imports. What a
-    worker starts inherits its environment and calls this too: there it is on again after a minute.
+    ``run_worker`` turns the garbage collection on again, which takes a sixth of the time of these imports. A process
+    that a worker starts inherits its environment and calls this too: there it is on again after a minute.
     """
     gc.disable()
     timer = threading.Timer(_IMPORTS_S, gc.enable)
@@ -69,8 +69,8 @@ def stand_by(number: int = 1, *, began: float) -> None:
 def stand_by_elsewhere(coordinator: Any, number: int = 1, *, workers: int, began: float) -> None:
     """Ask for processes on other nodes with room for this actor, at the time of :func:`stand_by` and as nodes join.
 
-    A node that agreed is not asked again in a run. Twice as many nodes as ``workers`` are asked at most, those of the workers
-    included.
+    A node that agreed is not asked again in a run. At most twice as many nodes as ``workers`` are asked,
+    the workers' nodes included.
     """
 
     def look() -> None:
@@ -102,7 +102,7 @@ def nodes_with_room(nodes: Iterable[Mapping[str, Any]], needed: Mapping[str, flo
 def request_standby(number: int = 1, *, address: str | None = None) -> bool:
     """Ask Ray on a node for idle processes with the environment of this one; return whether it agreed.
 
-    ``address`` is that of the node's raylet; without one, it is this node.
+    ``address`` is the address of the node's raylet; without it, the node is this one.
     """
     if not ray.is_initialized():  # get_runtime_context would start Ray, or wait for a cluster that has ended
         return False

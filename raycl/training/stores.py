@@ -236,7 +236,7 @@ class BankStore(Store):
     def save(self, *, step: int) -> None:
         """Write the actors' snapshot, with the updates of all workers.
 
-        Prefetched rows are dropped: the next step reads what a resumed run reads.
+        Prefetched rows are dropped, so that the next step reads the same rows as a resumed run.
         """
         if isinstance(self._bank, GroupBank):
             self._bank.drop()

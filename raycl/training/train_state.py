@@ -190,7 +190,7 @@ class TrainState:
         self._parallel = average_gradients(self.tower, device, leaves_unused=leaves_unused)
 
     def set_embed_config(self, config: EmbedConfig) -> None:
-        """Use this configuration from now on; raises ``ConfigError`` if there are no activations to recompute."""
+        """Use this configuration from now on; raises ``ConfigError`` if no activations can be recomputed."""
         self._embed_config = config
         every, size = config.activation_checkpoint_every, config.chunk_size
         acts = [
@@ -338,7 +338,7 @@ class TrainState:
     def _embed_predicted(
         self, prediction_head: Tower, views: Views, step: int, take_keys: TakeKeys | None
     ) -> Embedded:
-        """Embed all views as queries, and those of full size as keys of the others."""
+        """Embed all views as queries, and views of full size as keys of the others."""
         assert views.view_b is not None, "keys that are views need two views"
         full = (views.view_a, views.view_b, *views.further)
         keys: Sequence[Tensor] = ()

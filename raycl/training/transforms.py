@@ -148,7 +148,7 @@ class Transform(ABC):
     def ids_and_negatives(self, batch: Batch) -> tuple[ExampleIds, Tensor | None]:
         """Return the ids of queries, keys and negatives, with the labels, and the negatives of all rows in order.
 
-        By default, the ids are the sample ids, and there are no negatives.
+        By default, the ids are the sample ids, without negatives.
         """
         names = _columns([batch.sample_id])
         label, guide = torch.from_numpy(batch.label), self._guide_of_samples(batch)
@@ -164,8 +164,8 @@ class Transform(ABC):
 class ImageTransform(Transform):
     """Images [batch, channels, size, size]: cropped, colored and blurred at random, or whole.
 
-    ``augmentations`` has one for each view. Whole images have the size of the first, and views beyond those of a
-    training step are drawn as the last: a snapshot shows two views even if the keys are slots of a memory bank.
+    ``augmentations`` has one for each view. Whole images have the size of the first, and views beyond the number of a
+    training step are drawn like the last: a snapshot shows two views even if the keys are slots of a memory bank.
     """
 
     augmentations: tuple[ImageAugmentation, ...]
@@ -293,10 +293,10 @@ class TextTransform(Transform):
         if self._mined is None or self._mined.corpus is None:
             return ids, None
         corpus, texts = self._mined.corpus, texts_of(batch, self._role)
-        # The negatives are those of the text that is the query, or of the caption that is the key.
+        # The negatives belong to the text that is the query, or to the caption that is the key.
         number = self._choice(batch, texts.counts, int(self._role == "caption"))
         negatives = corpus.document.take(self._mined.draw(batch, number).document)
-        # All workers have as many names: those of the row with the most texts.
+        # All workers have as many names as the row with the most texts.
         numbers = np.minimum(np.arange(corpus.most_texts), texts.counts[:, None] - 1)
         begin = np.cumsum(texts.counts) - texts.counts
         own = torch.from_numpy(texts.tokens.text_id[begin[:, None] + numbers])
@@ -308,7 +308,7 @@ class TextTransform(Transform):
             negative=torch.from_numpy(negatives.text_id)[:, None].repeat(1, key.shape[1]),
             num_shown=ids.key.shape[1],
         )
-        # Each negative of a row has its own random changes, after those of the two views.
+        # Each negative of a row has its own random changes, drawn after the changes of the two views.
         order = np.arange(len(negatives)).reshape(len(batch), -1).T
         parts = [self._changed(negatives.take(each), batch, 2 + place) for place, each in enumerate(order)]
         return named, pad_sequence([each.T for each in parts]).permute(2, 1, 0).flatten(0, 1)
@@ -402,7 +402,7 @@ class PairTransform(Transform):
             yield texts, texts.text_id if corpus.document_id is None else corpus.document_id[drawn]
 
     def _drawn(self, batch: Batch, counts: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        """Return the places of this epoch's explicit negatives among those of all rows, ascending; None for all."""
+        """Return the places of this epoch's explicit negatives among all rows' negatives, ascending; None for all."""
         most = int(counts.max(initial=0))
         if self.explicit is True or most <= self.explicit:
             return None

@@ -38,7 +38,7 @@ TakeKeys = Callable[[int], PoolKeys | None]  # by step; None if keys are missing
 class Views:
     """The views [local_batch, ...] of each sample, as encoder inputs, and the sample ids.
 
-    ``view_a``, ``view_b`` and ``further`` are the views of the first entry of ``augment.views``, ``crops`` those of
+    ``view_a``, ``view_b`` and ``further`` are the views of the first entry of ``augment.views``, ``crops`` the views of
     the others. For pairs, ``view_a`` is the query, ``view_b`` the key, and ``negatives`` [num_negatives, ...] are
     the explicit negatives in the order of the queries. ``sample_id`` is on the device of the views, and ``ids``
     is its copy on the host. ``example_ids`` identify duplicates. ``next_ids`` are the

@@ -91,7 +91,7 @@ def torchvision_files(encoder: ImageEncoder) -> dict[str, bytes]:
 def network_and_head(
     encoder: ImageEncoder, package: str
 ) -> tuple[ResNet | VisionTransformer, list[nn.Module]]:
-    """Return torchvision's network and its last layer: that of the projection head, or the one that whitens; if any.
+    """Return torchvision's network and its last layer, if any: the projection head's, or the layer that whitens.
 
     Raises ``ConfigError``, which names the package to export to, unless the network is torchvision's.
     """
@@ -107,7 +107,7 @@ def network_and_head(
 
 
 def weights_of(network: nn.Module, layers: list[nn.Module], last: str) -> dict[str, Tensor]:
-    """Return the weights of a network, and those of its head under the name of the last layer."""
+    """Return the weights of a network, and of its head under the name of the last layer."""
     replaced = ("fc.", "heads.")  # the layer that whitens
     weights = {name: value for name, value in network.state_dict().items() if not name.startswith(replaced)}
     weights |= {f"{last}.{name}": value for layer in layers for name, value in layer.state_dict().items()}
