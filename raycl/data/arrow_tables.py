@@ -64,7 +64,7 @@ class ArrowTables:
 def unread_files(uri: str, files: Sequence[str]) -> set[str]:
     """Return the files below ``uri`` in folders that ``datasets`` saved and that are not its data.
 
-    It computed them from the data, or they belong to a data set that was saved there before. Raises ``DataError``
+    ``datasets`` computed them, or they belong to a data set that was saved there before. Raises ``DataError``
     for a folder of several splits (a ``DatasetDict``), or without one of its files.
     """
     arrow_files = {path for path in files if path.endswith(".arrow")}
