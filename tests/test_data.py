@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import ExifTags, Image
+from pyarrow import feather
 
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import are_flat
@@ -354,6 +355,14 @@ def test_a_negative_label_is_a_missing_one(tmp_path: Path) -> None:
         find_source(write_parquet(tmp_path / "a.parquet", 5, label=[-1, 1, None, -100, -(2**63)]))
     )
     assert found.label.tolist() == [NO_LABEL, 1, NO_LABEL, NO_LABEL, NO_LABEL]
+
+
+def test_labels_that_are_categories_of_integers_are_numbers(tmp_path: Path) -> None:
+    label = pa.array([2, 10, -1, None, 2], pa.int8()).dictionary_encode()
+    feather.write_feather(pa.table({"text": list("abcde"), "label": label}), str(tmp_path / "a.feather"))
+    source = find_source(str(tmp_path / "a.feather"), ColumnNames(image=None, text="text"))
+    (found,) = read(source)
+    assert (source.classes, found.label.tolist()) == (None, [2, 10, NO_LABEL, NO_LABEL, 2])
 
 
 def test_a_missing_text_label_of_any_type_is_no_class() -> None:

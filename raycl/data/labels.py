@@ -14,8 +14,9 @@ NO_LABEL = -1
 
 
 def are_numbers(kind: pa.DataType) -> bool:
-    """Whether a column holds numeric labels, which need no class names."""
-    return pa.types.is_integer(kind) or pa.types.is_boolean(kind)
+    """Whether a column holds numeric labels, which need no class names; they may be categories of pandas."""
+    values = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return pa.types.is_integer(values) or pa.types.is_boolean(values)
 
 
 def inexact_label(column: pa.ChunkedArray | pa.Array) -> str | None:
