@@ -365,6 +365,15 @@ def test_labels_that_are_categories_of_integers_are_numbers(tmp_path: Path) -> N
     assert (source.classes, found.label.tolist()) == (None, [2, 10, NO_LABEL, NO_LABEL, 2])
 
 
+def test_ids_that_are_not_utf8_are_hashed_and_labels_are_refused(tmp_path: Path) -> None:
+    latin = pa.array([b"caf\xe9", b"cat"]).view(pa.string())
+    source = find_source(write_parquet(tmp_path / "ids.parquet", 2, sample_id=latin))
+    assert read(source)[0].sample_id.tolist() == source.sample_ids(source.fragments).tolist()
+    assert source.sample_ids(source.fragments).tolist() == stable_ids([b"caf\xe9", "cat"]).tolist()
+    with pytest.raises(DataError, match=r"^a label is not UTF-8 \(b'caf\\xe9'\); write the names"):
+        find_source(write_parquet(tmp_path / "labels.parquet", 2, label=latin))
+
+
 def test_a_missing_text_label_of_any_type_is_no_class() -> None:
     for kind in (pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string())):
         column = pa.chunked_array([pa.array(["dog", None, "cat", "dog"], kind)])

@@ -39,10 +39,21 @@ def names_of_integers(schema: pa.Schema, column: str) -> tuple[str, ...] | None:
 
 
 def class_names(columns: Iterable[pa.ChunkedArray | pa.Array]) -> tuple[str, ...]:
-    """Return the sorted class names of all columns; a label's number is its index among them."""
-    names = {
-        str(name) for column in columns for name in distinct_labels(column).to_pylist() if name is not None
-    }
+    """Return the sorted class names of all columns; a label's number is its index among them.
+
+    Raises ``DataError`` for a name that is not UTF-8.
+    """
+    try:
+        names = {
+            str(name)
+            for column in columns
+            for name in distinct_labels(column).to_pylist()
+            if name is not None
+        }
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"a label is not UTF-8 ({error.object!r}); write the names of classes in UTF-8, or number them"
+        ) from None
     return tuple(sorted(names))
 
 
