@@ -65,6 +65,13 @@ def test_every_image_mode_is_decoded(mode: str, channels: int) -> None:
     assert pixels.max() > 30
 
 
+@pytest.mark.parametrize("kind", [np.int32, np.float32])
+def test_gray_levels_of_32_bits_are_kept_if_they_are_those_of_8_bits(kind: Any) -> None:
+    levels = np.arange(192, 256).reshape(8, 8)
+    pixels, _ = ImageFormat(size=8, channels=1).decode(encode(Image.fromarray(levels.astype(kind)), "TIFF"))
+    assert np.array_equal(pixels[..., 0], levels)
+
+
 @pytest.mark.parametrize("most", [1_023, 65_535])
 def test_gray_levels_of_pgm_files_beyond_8_bits_are_scaled(most: int) -> None:
     levels = np.linspace(0, most, 64).astype(">u2").reshape(8, 8)
@@ -127,6 +134,8 @@ def test_a_truncated_file_that_pillow_opened_is_invalid(kind: str) -> None:
         *((np.full(shape, value, np.float32), "not finite")
           for value in (np.nan, np.inf) for shape in ((8, 8), (8, 8, 3))),
         (encode(Image.fromarray(np.full((8, 8), np.nan, np.float32)), "TIFF"), "not finite"),
+        *((encode(Image.fromarray(np.full((8, 8), value, kind)), "TIFF"), "gray levels of 32 bits")
+          for value, kind in ((256, np.int32), (-1, np.int32), (256, np.float32), (0.5, np.float32))),
         *((content[: len(content) // 2], "truncated|undecodable")
           for content in (encode(NOISE, "JPEG"), encode(NOISE, "PNG"))),
         (encode(Image.new("1", (20_000, 20_000))), "more than 64,000,000 pixels"),
