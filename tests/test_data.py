@@ -131,6 +131,7 @@ def test_a_truncated_file_that_pillow_opened_is_invalid(kind: str) -> None:
         (7, "no image bytes"),
         (np.zeros((4, 4, 3), np.float32), "an array other than uint8"),
         (np.zeros((4, 4, 2), np.uint8), "an array without"),
+        *((np.zeros(shape, np.uint8), "no pixels") for shape in ((0, 4, 3), (4, 0, 3), (4, 0))),
         *((np.full(shape, value, np.float32), "not finite")
           for value in (np.nan, np.inf) for shape in ((8, 8), (8, 8, 3))),
         (encode(Image.fromarray(np.full((8, 8), np.nan, np.float32)), "TIFF"), "not finite"),

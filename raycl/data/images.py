@@ -135,6 +135,8 @@ class ImageFormat:
             return self._with_aspect(image)
 
     def _with_aspect(self, image: Image.Image) -> tuple[Image.Image, float]:
+        if 0 in image.size:
+            raise InvalidImageError("no pixels")
         return _converted(image, "L" if self.channels == 1 else "RGB"), image.width / image.height
 
 
