@@ -12,6 +12,7 @@ from scipy.stats import binom
 
 from raycl.data.discovery import find_source
 from raycl.data.sources import Source
+from raycl.data.split import Holdout
 from raycl.errors import ConfigError, DataError
 from raycl.evaluation import classification
 from raycl.evaluation.classification import (
@@ -107,6 +108,21 @@ def test_a_baseline_without_enough_labels_is_left_out(
     assert "baseline" not in found
     assert 0 < found["top1"] <= 1
     assert "no baseline of raw pixels: labels_per_class is 10, but class" in capsys.readouterr().err
+
+
+def test_a_baseline_of_rows_without_labels_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(classification, "MAX_BASELINE_ROWS", {"linear": 12, "knn": 12})
+    asked = small_run(tmp_path, (8, 8))
+    table = pq.read_table(asked["train"])
+    is_sampled = Holdout(seed=0, reference=12 / len(table)).is_evaluated(table["sample_id"].to_numpy())
+    label = pa.array(table["label"].to_numpy(), mask=is_sampled)
+    table = table.set_column(table.schema.get_field_index("label"), "label", label)
+    pq.write_table(table, asked["train"])
+    found = evaluate("knn", **asked, k=5)
+    assert (found["num_train"], "baseline" in found) == (int((~is_sampled).sum()), False)
+    assert "no baseline of raw pixels: no row of the set has a label" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("labels_per_class", [1, 5, 20, 100])
