@@ -209,6 +209,21 @@ def test_rows_without_a_label_are_counted_and_one_class_is_refused(
         )
 
 
+def test_invalid_rows_are_counted_by_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = small_run(tmp_path, (8, 8))
+    table = pq.read_table(asked["test"])
+    images = pa.array([b"broken", None, *table["image"].to_pylist()[2:]])
+    table = table.set_column(table.schema.get_field_index("image"), "image", images)
+    pq.write_table(table, asked["test"])
+    result = evaluate("knn", **asked, k=5, baseline=False, max_invalid_fraction=0.1)
+    assert (result["num_train"], result["num_test"]) == (160, 78)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "are invalid" in line]
+    assert lines == [
+        "raycl: 2 of 80 rows of the test set are invalid and are skipped: 1 missing value, 1 not an image; "
+        "for example test.parquet row 0 (not an image); test.parquet row 1 (missing value)"
+    ]
+
+
 def test_rows_with_labels_are_not_copied() -> None:
     values = torch.zeros(3, 2)
     assert classification._labeled(values, torch.tensor([2, 0, 1])).values is values

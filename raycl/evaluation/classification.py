@@ -27,7 +27,14 @@ from raycl.gpus import available_cores
 from raycl.inference.embed import columns_for, embedded_tables, formats_of, representations, row_bytes
 from raycl.inference.encoder import read_encoders
 from raycl.inference.preflight import allowed_invalid_fraction, check_options
-from raycl.inference.reading import connect_unless_small, counting_decoder, read_images, report_unread
+from raycl.inference.reading import (
+    connect_unless_small,
+    counted_rows,
+    counting_decoder,
+    read_images,
+    report_invalid,
+    report_unread,
+)
 from raycl.models.encoder_io import ImageEncoder
 from raycl.models.specs import ImageEncoderSpec
 from raycl.training.process import prepared_process
@@ -122,6 +129,8 @@ def evaluate(
             tables = embedded_tables(
                 sources[name], decoder, saved, encoder, gpu=gpu, network=network, kept=decoded
             )
+            rows = counted_rows(decoder)
+        report_invalid(f"the {name} set", rows, quiet=quiet)
         _report_missing(name, _labels(tables), quiet=quiet)
         return _labeled(representations(tables, encoder.spec.representation_dim), _labels(tables))
 
