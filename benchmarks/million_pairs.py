@@ -5,10 +5,10 @@
 Each worker is a process with its share of the pairs: unit rows of 128 numbers, and keys that are queries with noise.
 The loss is called as in a training step, and rows pass around the ring; for fewer pairs the ring is forced. Time covers
 the step, and memory the peak of the whole process until then. Afterwards each worker computes the loss, and
-the gradient of some of its queries and keys in float64, in tiles over all pairs. The loss, and the logsumexps that a
-gradient of clip needs of all other rows, are sums in float64, with more than 262,144 pairs of terms in float32;
-``reference error`` is the largest difference of such a logsumexp of the sampled rows from the one in float64. The
-first worker prints the progress every minute. Time grows with the square of the number of pairs.
+the gradient of some of its queries and keys in float64, in tiles over all pairs. Two parts are sums over all pairs:
+the loss, and the logsumexps of all other rows in a gradient of clip. Above 262,144 pairs their terms are float32,
+summed in float64; ``reference error`` is the largest difference of such a logsumexp from the one in float64, among the
+sampled rows. The first worker prints the progress every minute. Time grows with the square of the number of pairs.
 """
 
 import argparse

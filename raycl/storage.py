@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar, final
+from urllib.parse import quote
 
 import pyarrow as pa
 from pyarrow import fs
@@ -433,9 +434,12 @@ def with_retries(call: Callable[[], Result], *, on: re.Pattern[str] = _TRANSIENT
 @lru_cache(maxsize=64)  # a new connection for each file would cost more than the file
 def _open_remote(root: str) -> tuple[fs.FileSystem, str]:
     check_address(root)
+    address, mark, options = root.partition("?")
+    # Arrow's URIs hold only ASCII and no spaces, and end at a "#". An escape such as %20 stays one.
+    uri = quote(address, safe="/:@%!$&'()*+,;=") + mark + options
     try:
         # This asks for the bucket's region, which pyarrow retries for seconds only.
-        filesystem, path = with_retries(lambda: fs.FileSystem.from_uri(root))
+        filesystem, path = with_retries(lambda: fs.FileSystem.from_uri(uri))
     except (OSError, pa.ArrowInvalid) as error:
         raise StorageError(
             f"cannot use the address {root!r}: {first_line(error)}; give a local path or s3://bucket/path"

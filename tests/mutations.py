@@ -640,10 +640,24 @@ MUTATIONS = [
         "tests/workers/test_ring.py",
     ),
     Mutation(
+        "workers in a ring of SigLIP do not agree on the gradient of keys",
+        "raycl/losses/siglip.py",
+        "gather_detached(needs_columns).amax()",
+        "needs_columns[0]",
+        "tests/workers/test_ring.py",
+    ),
+    Mutation(
+        "a guide counts a candidate at each of its visits",
+        "raycl/losses/guide.py",
+        "self._counts is None or place in self._counted",
+        "self._counts is None",
+        "tests/workers/test_ring.py",
+    ),
+    Mutation(
         "a ring keeps the last gradient that it received",
         "raycl/distributed/collectives.py",
-        "arrived if total is None else total.add_(arrived)",
-        "arrived",
+        "total = arrived if total is None else total.add_(arrived)",
+        "total = arrived",
         "tests/workers/test_ring.py",
     ),
     Mutation(

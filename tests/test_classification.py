@@ -12,6 +12,7 @@ from scipy.stats import binom
 
 from raycl.data.discovery import find_source
 from raycl.data.sources import Source
+from raycl.data.split import Holdout
 from raycl.errors import ConfigError, DataError
 from raycl.evaluation import classification
 from raycl.evaluation.classification import (
@@ -109,6 +110,21 @@ def test_a_baseline_without_enough_labels_is_left_out(
     assert "no baseline of raw pixels: labels_per_class is 10, but class" in capsys.readouterr().err
 
 
+def test_a_baseline_of_rows_without_labels_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(classification, "MAX_BASELINE_ROWS", {"linear": 12, "knn": 12})
+    asked = small_run(tmp_path, (8, 8))
+    table = pq.read_table(asked["train"])
+    is_sampled = Holdout(seed=0, reference=12 / len(table)).is_evaluated(table["sample_id"].to_numpy())
+    label = pa.array(table["label"].to_numpy(), mask=is_sampled)
+    table = table.set_column(table.schema.get_field_index("label"), "label", label)
+    pq.write_table(table, asked["train"])
+    found = evaluate("knn", **asked, k=5)
+    assert (found["num_train"], "baseline" in found) == (int((~is_sampled).sum()), False)
+    assert "no baseline of raw pixels: no row of the set has a label" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("labels_per_class", [1, 5, 20, 100])
 @pytest.mark.parametrize("fewest", [150, 1_000])
 def test_a_sample_has_enough_labels_of_each_class(labels_per_class: int, fewest: int) -> None:
@@ -191,6 +207,21 @@ def test_rows_without_a_label_are_counted_and_one_class_is_refused(
         evaluate(
             measure, run=asked["run"], train=str(tmp_path / "one.parquet"), test=asked["test"], quiet=True
         )
+
+
+def test_invalid_rows_are_counted_by_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = small_run(tmp_path, (8, 8))
+    table = pq.read_table(asked["test"])
+    images = pa.array([b"broken", None, *table["image"].to_pylist()[2:]])
+    table = table.set_column(table.schema.get_field_index("image"), "image", images)
+    pq.write_table(table, asked["test"])
+    result = evaluate("knn", **asked, k=5, baseline=False, max_invalid_fraction=0.1)
+    assert (result["num_train"], result["num_test"]) == (160, 78)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "are invalid" in line]
+    assert lines == [
+        "raycl: 2 of 80 rows of the test set are invalid and are skipped: 1 missing value, 1 not an image; "
+        "for example test.parquet row 0 (not an image); test.parquet row 1 (missing value)"
+    ]
 
 
 def test_rows_with_labels_are_not_copied() -> None:

@@ -448,6 +448,15 @@ def test_fewer_workers_are_allowed_unless_a_stage_sets_their_number() -> None:
     assert fixed.settled(4) is fixed
 
 
+def test_workers_of_one_stage_leave_the_range_of_the_others() -> None:
+    settings = ["workers=4", "min_workers=1", "batchnorm_groups=12", "stages.0.batch_size=24"]
+    config = override(recipe("moco_v2"), [*settings, "stages.1.batch_size=96", "stages.1.workers=24"])
+    settled = config.settled(24)
+    assert [settled.worker_range(stage) for stage in settled.stages] == [(4, 4), (24, 24)]
+    # Shuffled BatchNorm refuses groups of one row, and the networks are built with those of the first stage.
+    assert [settled.rows_per_group(stage) for stage in settled.stages] == [2, 4]
+
+
 def test_an_unknown_key_in_a_file_is_refused_with_a_list_of_valid_keys() -> None:
     with pytest.raises(
         ConfigError, match=r"unknown key stages.0.tau \(allowed: epochs, steps, .*temperature"

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import ExifTags, Image
+from pyarrow import feather
 
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import are_flat
@@ -62,6 +63,13 @@ def test_every_image_mode_is_decoded(mode: str, channels: int) -> None:
     pixels, aspect = ImageFormat(size=8, channels=channels).decode(encode(picture, kind))
     assert (pixels.shape, pixels.dtype, aspect) == ((8, 8, channels), np.uint8, 2.0)
     assert pixels.max() > 30
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.float32])
+def test_gray_levels_of_32_bits_are_kept_if_they_are_those_of_8_bits(kind: Any) -> None:
+    levels = np.arange(192, 256).reshape(8, 8)
+    pixels, _ = ImageFormat(size=8, channels=1).decode(encode(Image.fromarray(levels.astype(kind)), "TIFF"))
+    assert np.array_equal(pixels[..., 0], levels)
 
 
 @pytest.mark.parametrize("most", [1_023, 65_535])
@@ -123,9 +131,12 @@ def test_a_truncated_file_that_pillow_opened_is_invalid(kind: str) -> None:
         (7, "no image bytes"),
         (np.zeros((4, 4, 3), np.float32), "an array other than uint8"),
         (np.zeros((4, 4, 2), np.uint8), "an array without"),
+        *((np.zeros(shape, np.uint8), "no pixels") for shape in ((0, 4, 3), (4, 0, 3), (4, 0))),
         *((np.full(shape, value, np.float32), "not finite")
           for value in (np.nan, np.inf) for shape in ((8, 8), (8, 8, 3))),
         (encode(Image.fromarray(np.full((8, 8), np.nan, np.float32)), "TIFF"), "not finite"),
+        *((encode(Image.fromarray(np.full((8, 8), value, kind)), "TIFF"), "gray levels of 32 bits")
+          for value, kind in ((256, np.int32), (-1, np.int32), (256, np.float32), (0.5, np.float32))),
         *((content[: len(content) // 2], "truncated|undecodable")
           for content in (encode(NOISE, "JPEG"), encode(NOISE, "PNG"))),
         (encode(Image.new("1", (20_000, 20_000))), "more than 64,000,000 pixels"),
@@ -354,6 +365,23 @@ def test_a_negative_label_is_a_missing_one(tmp_path: Path) -> None:
         find_source(write_parquet(tmp_path / "a.parquet", 5, label=[-1, 1, None, -100, -(2**63)]))
     )
     assert found.label.tolist() == [NO_LABEL, 1, NO_LABEL, NO_LABEL, NO_LABEL]
+
+
+def test_labels_that_are_categories_of_integers_are_numbers(tmp_path: Path) -> None:
+    label = pa.array([2, 10, -1, None, 2], pa.int8()).dictionary_encode()
+    feather.write_feather(pa.table({"text": list("abcde"), "label": label}), str(tmp_path / "a.feather"))
+    source = find_source(str(tmp_path / "a.feather"), ColumnNames(image=None, text="text"))
+    (found,) = read(source)
+    assert (source.classes, found.label.tolist()) == (None, [2, 10, NO_LABEL, NO_LABEL, 2])
+
+
+def test_ids_that_are_not_utf8_are_hashed_and_labels_are_refused(tmp_path: Path) -> None:
+    latin = pa.array([b"caf\xe9", b"cat"]).view(pa.string())
+    source = find_source(write_parquet(tmp_path / "ids.parquet", 2, sample_id=latin))
+    assert read(source)[0].sample_id.tolist() == source.sample_ids(source.fragments).tolist()
+    assert source.sample_ids(source.fragments).tolist() == stable_ids([b"caf\xe9", "cat"]).tolist()
+    with pytest.raises(DataError, match=r"^a label is not UTF-8 \(b'caf\\xe9'\); write the names"):
+        find_source(write_parquet(tmp_path / "labels.parquet", 2, label=latin))
 
 
 def test_a_missing_text_label_of_any_type_is_no_class() -> None:

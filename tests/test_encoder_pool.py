@@ -118,6 +118,23 @@ def test_a_request_is_encoded_with_the_newest_weights_and_stamped_with_their_ste
     run(check())
 
 
+def test_weights_of_a_new_attempt_are_used_although_the_call_that_began_it_was_lost() -> None:
+    async def check() -> None:
+        launcher = FakeLauncher()
+        pool = await pool_of(launcher)
+        await pool.publish("next", 2, [8, None])  # as after a rollback
+        await pool.publish("attempt", 4, [9, None])
+        found = await pool.encode([10], {})
+        assert found and (found.step, found.embeddings.tolist()) == (2, [[0, 8, 10]])
+        await pool.release()
+        await pool.publish("next", 3, [8, None])
+        assert not launcher.running
+        await pool.publish("last", 3, [8, None])
+        assert launcher.running
+
+    run(check())
+
+
 def test_an_actor_loads_weights_of_another_version_and_no_others() -> None:
     loaded: list[Any] = []
     encoder = SimpleNamespace(load=loaded.append, encode=lambda rows, scale: rows * scale)

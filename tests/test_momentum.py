@@ -10,9 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from raycl.config.overrides import override
 from raycl.errors import ConfigError
+from raycl.models.build import build_towers
 from raycl.models.momentum import MomentumEncoder
 from raycl.models.towers import Tower, build_projection_head
+from raycl.recipes import recipe
+from raycl.training.train_state import TrainState
 
 
 class _Scaled(nn.Module):
@@ -105,6 +109,17 @@ def test_the_encoder_starts_as_an_independent_copy_with_buffers_and_mode() -> No
     tower.train()(_images() * 9)
     tower.load_state_dict(_state(_moved(tower)))
     _assert_same(_state(encoder.tower), before)
+
+
+def test_keys_of_a_network_that_comes_in_eval_mode_are_those_of_training() -> None:
+    config = override(recipe("moco_v2", image_size=8), {"batchnorm": "local"})
+    keys = []
+    for training in (True, False):
+        network = _tower().encoder.train(training)
+        state = TrainState.build(config, build_towers(config, network=network), num_samples=None)
+        assert state.momentum_encoder is not None
+        keys.append(state.momentum_encoder(_images()))
+    _assert_same(*keys)
 
 
 def test_a_shared_parameter_is_updated_once_and_stays_shared() -> None:

@@ -238,6 +238,13 @@ def test_the_endpoint_stays_at_the_end_of_an_address_and_out_of_names() -> None:
     assert (Place("/data/what?/now") / "x").uri == "/data/what?/now/x"
 
 
+@pytest.mark.parametrize("name", ["my data", "données/日本", "run#1", "a+b", "label=0", "[a]", "{b}"])
+def test_a_remote_address_may_have_any_letters(name: str) -> None:
+    options = "?scheme=http&endpoint_override=127.0.0.1:9000"
+    assert Place(f"s3://bucket/{name}/x{options}").resolve()[1] == f"bucket/{name}/x"
+    assert Place(f"s3://bucket/my%20data%3F{options}").resolve()[1] == "bucket/my data?"
+
+
 def test_an_error_without_details_names_the_cause_and_the_remedy() -> None:
     error = Place("s3://bucket/x").failure(
         "read", OSError("AWS Error ACCESS_DENIED during GetObject operation: ")

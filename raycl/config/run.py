@@ -249,10 +249,14 @@ class RunConfig(Section):
         return (most if stage.workers or self.min_workers is None else self.min_workers, most)
 
     def settled(self, workers: int) -> Self:
-        """Return the configuration with a fixed number of workers in place of the range."""
+        """Return the configuration with a fixed number of workers in place of the range.
+
+        The workers of a stage with a number of its own may lie outside the range.
+        """
         if self.min_workers is None:
             return self
-        return self.model_copy(update={"workers": workers, "min_workers": None})
+        fixed = min(max(workers, self.min_workers), self.workers)
+        return self.model_copy(update={"workers": fixed, "min_workers": None})
 
     def image_size(self, stage: Stage) -> int:
         """Return the side of a view of a stage, in pixels."""

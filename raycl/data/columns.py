@@ -8,6 +8,7 @@ from typing import ClassVar, final
 import pyarrow as pa
 
 from raycl.data.images import is_image_struct
+from raycl.data.labels import are_numbers
 from raycl.errors import DataError
 
 
@@ -195,8 +196,7 @@ def _are_ids(kind: pa.DataType) -> bool:
 
 
 def _is_label(kind: pa.DataType) -> bool:
-    values = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return is_text(kind) or pa.types.is_integer(values) or pa.types.is_boolean(values)
+    return is_text(kind) or are_numbers(kind)
 
 
 def is_number(kind: pa.DataType) -> bool:

@@ -135,6 +135,8 @@ class ImageFormat:
             return self._with_aspect(image)
 
     def _with_aspect(self, image: Image.Image) -> tuple[Image.Image, float]:
+        if 0 in image.size:
+            raise InvalidImageError("no pixels")
         return _converted(image, "L" if self.channels == 1 else "RGB"), image.width / image.height
 
 
@@ -244,18 +246,26 @@ def _converted(image: Image.Image, mode: str) -> Image.Image:
     """Convert to gray or RGB; transparent pixels become white, 16 bits become 8."""
     if image.mode == mode and "transparency" not in image.info:
         return image
-    if image.mode == "F":
-        _check_finite(np.asarray(image))
     # Pillow scales a PGM file of more than 8 bits to 16 bits; how far other files of this mode go is unknown.
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
         pixels = np.asarray(image)
         is_transparent = pixels == image.info.get("transparency", -1)
         image = Image.fromarray(np.where(is_transparent, 255, pixels >> 8).astype(np.uint8))
+    if image.mode in {"I", "F"}:
+        _check_levels(np.asarray(image))
     if image.mode in {"RGBA", "LA", "PA", "La", "RGBa"} or "transparency" in image.info:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
         image = Image.alpha_composite(white, image)
     return image.convert(mode)
+
+
+def _check_levels(pixels: NDArray[Any]) -> None:
+    """Raise unless gray levels of 32 bits are those of 8 bits: Pillow would make others black or white."""
+    _check_finite(pixels)
+    least, most = pixels.min(), pixels.max()
+    if least < 0 or most > 255 or (pixels.dtype.kind == "f" and 0 < most <= 1):
+        raise InvalidImageError("gray levels of 32 bits other than 0 to 255")
 
 
 def _check_finite(pixels: NDArray[Any]) -> None:

@@ -14,8 +14,9 @@ NO_LABEL = -1
 
 
 def are_numbers(kind: pa.DataType) -> bool:
-    """Whether a column holds numeric labels, which need no class names."""
-    return pa.types.is_integer(kind) or pa.types.is_boolean(kind)
+    """Whether a column holds numeric labels, which need no class names; they may be categories of pandas."""
+    values = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return pa.types.is_integer(values) or pa.types.is_boolean(values)
 
 
 def inexact_label(column: pa.ChunkedArray | pa.Array) -> str | None:
@@ -38,10 +39,21 @@ def names_of_integers(schema: pa.Schema, column: str) -> tuple[str, ...] | None:
 
 
 def class_names(columns: Iterable[pa.ChunkedArray | pa.Array]) -> tuple[str, ...]:
-    """Return the sorted class names of all columns; a label's number is its index among them."""
-    names = {
-        str(name) for column in columns for name in distinct_labels(column).to_pylist() if name is not None
-    }
+    """Return the sorted class names of all columns; a label's number is its index among them.
+
+    Raises ``DataError`` for a name that is not UTF-8.
+    """
+    try:
+        names = {
+            str(name)
+            for column in columns
+            for name in distinct_labels(column).to_pylist()
+            if name is not None
+        }
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"a label is not UTF-8 ({error.object!r}); write the names of classes in UTF-8, or number them"
+        ) from None
     return tuple(sorted(names))
 
 

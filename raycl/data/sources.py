@@ -101,7 +101,7 @@ class RawRows:
         """
         values = values_of(table, columns, folder)
         if columns.sample_id is not None:
-            ids = stable_ids(table[columns.sample_id].to_pylist())
+            ids = stable_ids(plain_values(table[columns.sample_id]))
         elif ids is None:
             ids = content_ids({role: each for role, each in values.items() if role != "weight"})
         label = np.full(len(ids), NO_LABEL, np.int64)
@@ -197,7 +197,7 @@ class Source:
         column = self.columns.sample_id
         if column is None:
             return np.arange(fragment.first_id, fragment.first_id + fragment.num_rows, dtype=np.int64)
-        parts = [table[column].to_pylist() for _, table in self.tables(fragment, [column])]
+        parts = [plain_values(table[column]) for _, table in self.tables(fragment, [column])]
         return stable_ids([value for part in parts for value in part])
 
     def _read_files(self, fragment: Fragment, keep: Keep | None) -> Iterator[RawRows]:

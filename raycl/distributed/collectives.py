@@ -172,31 +172,26 @@ def visit_all(visit: Callable[..., Tensor | None], *tensors: Tensor) -> Tensor |
 
     Args:
         visit: A function, so that it holds no tensors while the next but one arrive. It may return a tensor for
-            the visited worker, such as the gradient of its rows; then it does so on every call and worker.
+            the visited worker, such as the gradient of its rows; then it does so on every call and worker, and
+            keeps no reference, since the tensor is changed.
         tensors: As for :class:`RingTransfer`.
 
     Returns:
         The sum of the tensors that all workers returned for this one, or None.
     """
-    total, returning = None, None
+    total = None
     for number in range(num_workers()):
         passing = RingTransfer(*tensors) if number < num_workers() - 1 else None
         found = visit((rank() - number) % num_workers(), *tensors)
-        total = _added(total, returning)
-        returning = None if found is None else RingTransfer(found, step=-number)
+        if found is not None:
+            (arrived,) = RingTransfer(found, step=-number).arrived()
+            total = arrived if total is None else total.add_(arrived)
+            del arrived
         del found
         if passing is not None:
             tensors = passing.arrived()
             del passing
-    return _added(total, returning)
-
-
-def _added(total: Tensor | None, transfer: RingTransfer | None) -> Tensor | None:
-    """Add the tensor of a transfer, once it has arrived, to the total, in place."""
-    if transfer is None:
-        return total
-    (arrived,) = transfer.arrived()
-    return arrived if total is None else total.add_(arrived)
+    return total
 
 
 def exceeds_gather_limit(*rows: Tensor) -> bool:

@@ -27,7 +27,14 @@ from raycl.gpus import available_cores
 from raycl.inference.embed import columns_for, embedded_tables, formats_of, representations, row_bytes
 from raycl.inference.encoder import read_encoders
 from raycl.inference.preflight import allowed_invalid_fraction, check_options
-from raycl.inference.reading import connect_unless_small, counting_decoder, read_images, report_unread
+from raycl.inference.reading import (
+    connect_unless_small,
+    counted_rows,
+    counting_decoder,
+    read_images,
+    report_invalid,
+    report_unread,
+)
 from raycl.models.encoder_io import ImageEncoder
 from raycl.models.specs import ImageEncoderSpec
 from raycl.training.process import prepared_process
@@ -75,7 +82,7 @@ def evaluate(
 
     Returns ``measure``, ``top1``, ``num_train``, ``num_test`` and ``baseline``: the same measure on raw pixels
     of at most 32 per side, with the mean image subtracted, of a sample of large sets. It is left out, with a line on
-    stderr, if the sample lacks ``labels_per_class`` labels of a class. Raises ``DataError``
+    stderr, if the sample has too few labels. Raises ``DataError``
     if a set has no labels or names classes that ``train`` lacks, ``StorageError`` if the run has no encoder,
     ``ConfigError`` for an unknown measure or an option of the other one. Test rows of a numbered class without training
     rows count as errors, with a line on stderr.
@@ -122,6 +129,8 @@ def evaluate(
             tables = embedded_tables(
                 sources[name], decoder, saved, encoder, gpu=gpu, network=network, kept=decoded
             )
+            rows = counted_rows(decoder)
+        report_invalid(f"the {name} set", rows, quiet=quiet)
         _report_missing(name, _labels(tables), quiet=quiet)
         return _labeled(representations(tables, encoder.spec.representation_dim), _labels(tables))
 
@@ -136,10 +145,7 @@ def evaluate(
             pixels = partial(
                 _pixel_baseline, sources, kept, encoder.spec, score, measure=measure, quiet=quiet
             )
-            if labels_per_class is None:
-                result["baseline"] = pixels()
-            else:
-                result |= _baseline_of_few_labels(pixels, train_set.label, labels_per_class, sources["train"])
+            result |= _baseline(pixels, train_set.label, labels_per_class, sources["train"])
     return result
 
 
@@ -207,11 +213,13 @@ def _with_train_classes(sources: dict[str, Source], test_set: LabeledSet) -> Lab
     return LabeledSet(values=test_set.values, label=number[test_set.label])
 
 
-def _baseline_of_few_labels(
-    pixels: Callable[..., dict[str, Any]], label: Tensor, labels_per_class: int, train: Source
+def _baseline(
+    pixels: Callable[..., dict[str, Any]], label: Tensor, labels_per_class: int | None, train: Source
 ) -> dict[str, Any]:
-    """Return the baseline of a sample with enough labels of each class, or nothing if it were too large."""
-    num_train = min(_num_rows_with(labels_per_class, label, train.num_rows), MAX_BASELINE_ROWS["knn"])
+    """Return the baseline of a sample with enough labels of each class; nothing, with a line, if it has too few."""
+    num_train = 0
+    if labels_per_class is not None:
+        num_train = min(_num_rows_with(labels_per_class, label, train.num_rows), MAX_BASELINE_ROWS["knn"])
     try:
         return {"baseline": pixels(num_train=num_train)}
     except DataError as error:

@@ -41,6 +41,13 @@ def report_unread(sources: Iterable[Source], *, quiet: bool) -> None:
         print(line, file=sys.stderr)
 
 
+def report_invalid(name: str, rows: ReadStats, *, quiet: bool) -> None:
+    """Print the number of invalid rows of a set by cause, unless there are none or ``quiet``."""
+    if rows.num_invalid and not quiet:
+        counts = f"{rows.num_invalid:,} of {rows.num_rows:,} rows of {name}"
+        print(f"raycl: {counts} are invalid and are skipped: {rows.describe_invalid()}", file=sys.stderr)
+
+
 def connect_unless_small(
     num_bytes: int, *, gpu: bool = False, address: str | None = None, debug: bool = False
 ) -> None:

@@ -108,7 +108,7 @@ class MutualSoftmax:
             if self._is_symmetric
             else {start: torch.zeros_like(block) for start, block in columns.items()}
         )
-        for across, down, weights in self._weights(of_rows, of_columns):
+        for across, down, weights in self.weights(of_rows, of_columns):
             if wanted[0]:
                 to_rows[across.start] += product(columns[down.start], weights)
             if wanted[1] and (not self._is_symmetric or across != down):
@@ -118,7 +118,7 @@ class MutualSoftmax:
             for found, is_wanted in zip((to_rows, to_columns), wanted, strict=True)
         ]
 
-    def _weights(self, of_rows: Tensor, of_columns: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+    def weights(self, of_rows: Tensor, of_columns: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
         """Yield p(column | row) + p(row | column) of the negatives in each tile, given all logsumexps."""
         for across, down in self._tiles():
             tile = self._logits(across, down)

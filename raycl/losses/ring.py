@@ -1,8 +1,8 @@
 """Softmax over the columns of all workers by ring communication: no worker holds the rows of all workers.
 
-Gathered rows and their gradient take num_workers * local_batch * dim on every worker. Here a worker
-holds its own rows and the rows of one other worker at a time (as in Inf-CL: Cheng et al., 2024), at
-the cost of one additional matrix product per pair of workers.
+Gathered rows and their gradient take num_workers * local_batch * dim on every worker. Here a worker holds
+its own rows, those of the worker that visits it, those that arrive next (as in Inf-CL: Cheng et al., 2024),
+and gradients of as many rows.
 
 Columns pass around the ring twice. In the first round, each row computes its logsumexp over all of them. In
 the second, each worker computes the gradient of the visiting columns from its rows, and sends it to their
@@ -179,7 +179,7 @@ def _column_gradient(
     holds_positives: bool = False,
 ) -> Tensor:
     """Return the unscaled gradient of columns from the rows that have them as candidates, without positives."""
-    gradient = torch.zeros_like(candidates.columns, dtype=rows.dtype)
+    gradient = torch.zeros_like(candidates.columns)
     for group in groups:
         diagonals = group.diagonals if holds_positives else ()
         for block in group.blocks:
@@ -216,12 +216,14 @@ def evaluate_mutual_ring(
     Returns:
         The losses of this worker's rows and columns, and their unscaled gradients, from the losses of all workers.
     """
-    needs = rows.requires_grad or temperature.requires_grad, columns.requires_grad
+    (at_rows,) = gradient_buffers(rows, temperature=temperature, with_gradient=with_gradient)
     lengths = [longest(each, rows.dtype) for each in (rows, columns)]
-    flags = [rows.new_full((), with_gradient and each) for each in needs]
+    flags = [
+        rows.new_full((), each) for each in (at_rows is not None, with_gradient and columns.requires_grad)
+    ]
     longest_row, longest_column, *agreed = gather_detached(torch.stack([*lengths, *flags])[None]).amax(0)
     # The second round is collective: all workers take part if one needs it.
-    bound, (needs_rows, needs_columns) = read_bound(
+    bound, (round_for_rows, needs_columns) = read_bound(
         longest_row, longest_column, temperature, mask, flags=agreed
     )
     scale = LOG2_E / temperature
@@ -248,16 +250,16 @@ def evaluate_mutual_ring(
     positive, everything = (rows * scale * columns).sum(1), slice(0, len(rows))
     by_row = losses[0](positive, *of_rows, everything)
     by_column = losses[1](positive, *_sums_of_own(of_columns), everything)
-    if not (needs_rows or needs_columns):
+    if not (round_for_rows or needs_columns):
         return (by_row, by_column), (None, None)
-    at_rows = torch.zeros_like(rows) if needs_rows else None
 
     def send_back(worker: int, visiting: Tensor, logsumexp: Tensor) -> Tensor | None:
-        at_own, at_visiting = tiles(worker, visiting).gradients(
-            by_row.logsumexp, logsumexp, wanted=(needs_rows, needs_columns)
-        )
-        if at_rows is not None and at_own is not None:
-            at_rows.add_(at_own)
+        at_visiting = torch.zeros_like(visiting) if needs_columns else None
+        for across, down, weights in tiles(worker, visiting).weights(by_row.logsumexp, logsumexp):
+            if at_rows is not None:
+                at_rows[across] += product(weights, visiting[down].T)
+            if at_visiting is not None:
+                at_visiting[down] += product(weights.T, rows[across].T)
         return at_visiting
 
     at_columns = visit_all(send_back, columns, by_column.logsumexp)

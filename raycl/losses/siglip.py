@@ -123,16 +123,12 @@ def ring_siglip(
     in the forward pass only.
     """
     check_pair("query and key", query, key)
-    rows = working_precision(query)
+    rows, weight = working_precision(query), checked_weight(weight, query)
+    scalars = checked_temperature(temperature, rows), _scalar(bias, rows)
     own = slice(rank() * len(query), (rank() + 1) * len(query))
     ids = gather_ring_ids(query_id, key_id, local=len(query))
-    return fused(
-        partial(_evaluate, own=own, pair_ids=ids, weight=checked_weight(weight, query), by_ring=True),
-        rows,
-        key.to(rows),
-        checked_temperature(temperature, rows),
-        _scalar(bias, rows),
-    )
+    evaluate = partial(_evaluate, own=own, pair_ids=ids, weight=weight, by_ring=True)
+    return fused(evaluate, rows, key.to(rows), *scalars)
 
 
 def _scalar(value: float | Tensor, rows: Tensor) -> Tensor:
@@ -169,16 +165,16 @@ def _evaluate(
 
     def visit(worker: int, keys: Tensor) -> Tensor | None:
         first, at_keys = worker * len(rows), torch.zeros_like(keys) if is_needed else None
-        candidates = ColumnBlock(keys, mask=mask, first=first, gradient=at_keys)
+        candidates = ColumnBlock(keys, mask=mask, first=first)
         for block in blocks:
             query, own_weight = rows[block] / temperature, weight[block, None]
-            for k, _, tile in candidates.tiles(query, block, diagonals=(own.start - first,)):
+            for k, piece, tile in candidates.tiles(query, block, diagonals=(own.start - first,)):
                 tile += bias
                 of_row[block] -= F.logsigmoid(-tile).sum(1)
                 weights = tile.sigmoid_()
                 total[block] += weights.sum(1)
                 if at_rows is not None:
-                    at_rows[block] += own_weight * product(weights, keys[candidates.pieces[k]].T)
+                    at_rows[block] += own_weight * product(weights, piece.T)
                 if at_keys is not None:
                     at_keys[candidates.pieces[k]] += product(weights.T, (own_weight * rows[block]).T)
         return at_keys

@@ -114,7 +114,7 @@ def _representation_dim(spec: EncoderSpec, encoder: nn.Module) -> int:
 def build_towers(
     config: RunConfig, vocabulary: Vocabulary | None = None, network: nn.Module | None = None
 ) -> Towers:
-    """Build encoders and projection heads, with BatchNorm replaced as configured.
+    """Build encoders and projection heads in training mode, with BatchNorm replaced as configured.
 
     A prediction head takes projections before their normalization.
     ``network`` is the user's own encoder, which replaces the only one. Raises ``ConfigError`` if the run
@@ -145,7 +145,8 @@ def build_towers(
             "batchnorm local_view acts only in a network with BatchNorm, and neither the encoder nor the projection "
             "head of this run has any; set it to local"
         )
-    return _with_batchnorm(towers, config)
+    # The user's network may be in eval mode, which the momentum encoder would copy.
+    return _with_batchnorm(towers, config).train()
 
 
 def leaves_parameters_unused(config: RunConfig, towers: Towers, vocabulary: Vocabulary | None = None) -> bool:

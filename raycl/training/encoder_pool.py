@@ -149,6 +149,7 @@ class PoolActor:
         self._interval_s, self._target = interval_s, least
         self._patience, self._num_calm, self._has_shrunk = 1, 0, False  # intervals
         self._attempt: str | None = None
+        self._begun: set[str] = set()  # attempts, this one and those before
         self._version = 0
         self._published: _Published | None = None
         self._starting: set[Any] = set()
@@ -181,12 +182,14 @@ class PoolActor:
 
     async def begin(self, attempt: str) -> None:
         """Begin a new attempt of the run, without weights."""
+        self._begun.add(attempt)
         self._attempt, self._published = attempt, None
         await self._notify()
 
     async def publish(self, attempt: str, step: int, sent: Sequence[Any]) -> None:
         """Use these weights, unless another attempt has begun; ``sent`` refers to them and to ``build``."""
-        self._attempt = self._attempt or attempt  # a restarted pool knows none
+        if attempt not in self._begun:  # that call was lost, or a pool before this one got it
+            await self.begin(attempt)
         if attempt == self._attempt:
             self._version += 1
             self._published = _Published(self._version, step, *sent)

@@ -40,7 +40,7 @@ class KeyEncoder:
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         self._config, self._device = prepare_encoder(config, config.momentum_encoder)
         self._transform = build_transform(config, None if vocabulary is None else vocabulary.tokenizer)
-        self._tower = build_towers(config, vocabulary, network).requires_grad_(False).to(self._device).train()
+        self._tower = build_towers(config, vocabulary, network).requires_grad_(False).to(self._device)
         self._tower.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
     def load(self, weights: Weights) -> None:

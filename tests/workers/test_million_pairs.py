@@ -1,4 +1,4 @@
-"""The benchmark of a million pairs, on a small batch: its float64 reference, and the errors that it finds."""
+"""The benchmark of a million pairs, on a small batch: its reference, and the errors that it finds."""
 
 import sys
 from pathlib import Path
