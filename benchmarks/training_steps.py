@@ -13,6 +13,7 @@ from typing import Any
 
 ENCODERS: dict[str, dict[str, Any]] = {
     "resnet18": {"name": "resnet18", "stem": "small", "width": 1.0},
+    "torchvision": {"name": "resnet18", "stem": "standard", "width": 1.0},
     "small": {"name": "resnet10", "stem": "half", "width": 0.5},
     "tiny": {"name": "resnet10", "stem": "half", "width": 0.25},
 }
