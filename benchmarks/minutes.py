@@ -6,8 +6,8 @@
 lightly trains as in its examples: torchvision's ResNet-18 in float32, SGD with a rate of 0.06, batches of 256, a
 temperature of 0.5, and for MoCo a memory bank of 4,096 rows; one process that decodes for each core. The accuracy of
 both is the weighted kNN of the run's held-out rows among its reference rows. lightly also trains on the held-out rows,
-without their labels. Minutes include the evaluations, and for raycl the start of its workers; Ray's start and imports
-are left out on both sides.
+without their labels. Minutes include the evaluations, and for raycl the start of its workers; the start of Ray and the
+imports of the first process are left out on both sides.
 """
 
 import time
