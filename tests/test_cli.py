@@ -321,9 +321,32 @@ def test_small_images_get_a_small_encoder_without_a_gpu(name: str, monkeypatch: 
     assert "resnet10 in float32" in notes[-1]
     for size in (16, 65):
         assert planned(size=size) == recipe(name, image_size=size)
-    assert (
-        plan_run("clip", data=[], flags={}, settings=["data.image_size=32"]).config.encoder.name == "resnet18"
-    )
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip"])
+def test_small_images_with_captions_get_a_small_encoder_without_a_gpu(name: str) -> None:
+    def planned(*settings: str, size: int = 96, gpu: bool = False) -> RunConfig:
+        pairs, flags = [f"data.image_size={size}", *settings], run_flags(gpu=gpu or None)
+        return plan_run(name, data=[], flags=flags, settings=pairs).config
+
+    assert {size: planned(size=size).encoder.stem for size in (24, 64, 65, 96)} == {
+        24: "half",
+        64: "half",
+        65: "standard",
+        96: "standard",
+    }
+    on_cpu, papers = planned(), recipe(name, image_size=96)
+    assert (on_cpu.encoder.name, on_cpu.encoder.width, on_cpu.encoder.whitening) == ("resnet10", 0.5, None)
+    assert (on_cpu.optimizer.name, on_cpu.optimizer.weight_decay) == ("muon", 0.1)
+    assert on_cpu.stages[0] == papers.stages[0].model_copy(update={"learning_rate": 0.02})
+    assert (on_cpu.augment.crop_scale, on_cpu.augment.jitter, on_cpu.augment.hue) == ((0.4, 1.0), 0.8, 0.02)
+    assert (on_cpu.augment.brightness, on_cpu.augment.contrast, on_cpu.augment.saturation) == (0.3, 0.3, 0.3)
+    assert (on_cpu.text_augment.deletion, on_cpu.text_encoder.kwargs) == (0.15, {"dropout": 0.2})
+    assert planned("text_encoder.kwargs.dropout=0.1").encoder == on_cpu.encoder
+    transformer = override(papers, {"text_encoder.name": "transformer"})
+    assert planned("text_encoder.name=transformer") == transformer  # no argument that it lacks
+    assert planned(gpu=True) == papers.model_copy(update={"gpu": True})
+    assert planned(size=97) == recipe(name, image_size=97)
 
 
 def test_the_last_layer_of_the_small_encoder_can_be_set_alone() -> None:
@@ -444,8 +467,8 @@ def test_small_gray_images_get_views_without_flips(name: str, tmp_path: Path) ->
 
 def test_gray_captioned_images_keep_their_views() -> None:
     config = plan_run("clip", data=[], flags={}, settings=["data.image_size=28", "data.channels=1"]).config
-    papers = recipe("clip", image_size=28).augment
-    assert (config.augment.flip, config.augment.crop_scale) == (papers.flip, papers.crop_scale)
+    colored = recipe("clip", image_size=28, on_cpu=True).augment
+    assert (config.augment.flip, config.augment.crop_scale) == (colored.flip, colored.crop_scale)
 
 
 def test_flags_and_settings_override_a_file(digits: Path, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ Settings = Mapping[str, Any] | Sequence[str]  # a mapping by key.path, or string
 Answer = TypeVar("Answer")
 LARGEST = 224
 NUM_PEEKED = 16
+_ENCODERS = r"encoder(\..*)?|text_encoder(\.name)?"
 _LAST_LAYER = "encoder.whitening"  # which leaves the rest of the encoder as it is
 
 
@@ -71,7 +72,7 @@ def plan_run(
         _check_flags(flags, config, run)
         return RunPlan(override(config, overrides))
     config = recipe(run, image_size=LARGEST)
-    is_set = own_encoder or any(key.split(".")[0] == "encoder" and key != _LAST_LAYER for key in pairs)
+    is_set = own_encoder or any(re.fullmatch(_ENCODERS, key) and key != _LAST_LAYER for key in pairs)
     requested = _requested(run, config, overrides)  # report typing errors before reading data
     if requested.data.kind == "text":
         words = override(recipe(run, on_cpu=not requested.gpu and not is_set), overrides)

@@ -44,9 +44,9 @@ def recipe(name: str, *, image_size: int = 224, gray: bool = False, on_cpu: bool
     """Return the configuration of recipe ``name`` for images of ``image_size`` pixels, 8 to 1024.
 
     ``name`` may be a configuration of another library, such as ``lightly:simclr``. ``on_cpu`` replaces the papers'
-    encoder of small images by a smaller one with its crops and optimizer, and that of sentences by a bag of subwords;
-    ``gray`` replaces the views of small photographs by those of glyphs. Pairs, captioned images and other libraries
-    ignore both. Raises ``ConfigError`` for an unknown name or an invalid size.
+    encoder of small images by a smaller one with its views and optimizer, and that of sentences by a bag of subwords;
+    ``gray`` replaces the views of small photographs by those of glyphs, which captioned images ignore. Pairs and other
+    libraries ignore both. Raises ``ConfigError`` for an unknown name or an invalid size.
     """
     check_type("recipe", name, str)
     check_type("image_size", image_size, int)
@@ -62,10 +62,10 @@ def recipe(name: str, *, image_size: int = 224, gray: bool = False, on_cpu: bool
     config = RECIPES[name](int(image_size))
     if config.data.kind == "text" and on_cpu:
         return of_words(config)
-    if config.data.kind != "image":
+    if config.data.kind == "pairs":
         return config
     config = for_cpu(config) if on_cpu else config
-    return for_gray(config) if gray else config
+    return for_gray(config) if gray and config.data.kind == "image" else config
 
 
 def check_like(name: str) -> str:
