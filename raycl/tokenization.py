@@ -213,12 +213,17 @@ class Tokenizer:
 
     def _added_tokens(self) -> tuple[list[int], list[int]]:
         """Return the special tokens before and after each text."""
-        own = self._tokenizer.encode("a", add_special_tokens=False).ids
-        whole = self._tokenizer.encode("a").ids
+        # A tokenizer of another script may drop an "a".
+        texts = ("a", *self._vocabulary)
+        text = next(
+            (each for each in texts if self._tokenizer.encode(each, add_special_tokens=False).ids), "a"
+        )
+        own = self._tokenizer.encode(text, add_special_tokens=False).ids
+        whole = self._tokenizer.encode(text).ids
         starts = [at for at in range(len(whole)) if whole[at : at + len(own)] == own]
         if not starts:
             raise ConfigError(
-                f"the tokenizer cuts 'a' into {own}, and with special tokens into {whole}; give one that puts "
+                f"the tokenizer cuts {text!r} into {own}, and with special tokens into {whole}; give one that puts "
                 "them before or after the text"
             )
         return whole[: starts[0]], whole[starts[0] + len(own) :]

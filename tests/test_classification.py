@@ -1,5 +1,6 @@
 """Labels of training and test sets: classes get the same numbers, or the evaluation is refused."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,23 @@ def test_class_names_in_one_set_and_numbers_in_the_other_are_refused(tmp_path: P
     numbers = find_source(str(write_digits(tmp_path / "digits.parquet", 10)))
     with pytest.raises(DataError, match="names its classes, the other numbers them"):
         _check_labels({"train": folder_of(tmp_path / "a", "ab"), "test": numbers})
+
+
+def named(path: Path, *names: str) -> Source:
+    """Write a row whose label 1 has the second of these names."""
+    info = {"info": {"features": {"label": {"names": names, "_type": "ClassLabel"}}}}
+    table = pa.table({"image": digit_files(1)[0], "label": [1]})
+    pq.write_table(table.replace_schema_metadata({"huggingface": json.dumps(info)}), path)
+    return find_source(str(path))
+
+
+def test_a_number_that_names_another_class_in_the_other_set_is_refused(tmp_path: Path) -> None:
+    train = named(tmp_path / "train.parquet", "ant", "bee", "cat")
+    _check_labels({"train": train, "test": named(tmp_path / "fewer.parquet", "ant", "bee")})
+    with pytest.raises(
+        DataError, match="label 1 is bee in the training set and cat in the test set; give both"
+    ):
+        _check_labels({"train": train, "test": named(tmp_path / "test.parquet", "ant", "cat")})
 
 
 def test_equal_training_and_test_sets_print_a_warning(

@@ -68,7 +68,10 @@ def own_tokenizer(**settings: Any) -> Tokenizer:
 
 @cache
 def foreign_tokenizer() -> Tokenizer:
-    """Return a tokenizer like RoBERTa's: padding is 1, each text begins with <s> and ends with </s>."""
+    """Return a tokenizer like RoBERTa's: padding is 1, each text begins with <s> and ends with </s>.
+
+    Its file also pads and cuts texts on the left, which raycl does not.
+    """
     words = sorted({word for text in CORPUS for word in text.lower().strip(".!?").split()})
     names = ["<s>", "<pad>", "</s>", "<unk>", *".!?", *words]
     tokenizer = tokenizers.Tokenizer(
@@ -80,6 +83,8 @@ def foreign_tokenizer() -> Tokenizer:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", pair="<s> $A </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
     )
+    tokenizer.enable_padding(direction="left", pad_id=1, pad_token="<pad>")
+    tokenizer.enable_truncation(8, direction="left")
     return Tokenizer(tokenizer.to_str())
 
 

@@ -138,6 +138,8 @@ def test_a_saved_encoder_of_sentences_or_captions_applies_its_prompt(
     for side in sides:
         expected = load_texts(tmp_path / "plain", side).encode([prompt + text for text in TEXTS])
         assert torch.equal(load_texts(tmp_path / "prompted", side).encode(TEXTS), expected)
+        # For `encode_query` of sentence-transformers too.
+        assert load_texts(tmp_path / "prompted", side).spec.prompts == {"query": prompt, "key": prompt}
 
 
 def test_a_question_to_a_run_of_captions_gets_their_prompt(tmp_path: Path) -> None:

@@ -316,6 +316,18 @@ def test_a_tokenizer_of_another_tool_keeps_its_tokens_except_for_padding() -> No
     assert ours.spellings[:4] == [""] * 4
 
 
+def test_special_tokens_stay_around_the_texts_of_another_script() -> None:
+    """A tokenizer without a token for unknown characters drops them, such as all of the Latin script."""
+    vocabulary = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "س": 4, "ل": 5, "م": 6}
+    theirs = TheirTokenizer(models.BPE(vocabulary, []))
+    theirs.add_special_tokens(["[PAD]", "[UNK]", "[CLS]", "[SEP]"])
+    theirs.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    (row,) = Tokenizer(theirs.to_str()).encode(["سلم"], 9)
+    assert row.tolist() == theirs.encode("سلم").ids == [2, 4, 5, 6, 3]
+
+
 def test_word_continuations_are_recognized_in_berts_tokenizers() -> None:
     vocabulary = {"[PAD]": 0, "ba": 1, "##da": 2, "##fi": 3, "[UNK]": 4, "[CLS]": 5, "[SEP]": 6, "<0x41>": 7}
     theirs = TheirTokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))

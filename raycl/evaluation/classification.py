@@ -165,6 +165,13 @@ def _check_labels(sources: dict[str, Source]) -> None:
     unknown = sorted(set(test or ()) - set(train or ()))
     if unknown:
         raise DataError(f"the test set has classes that the training set lacks: {', '.join(unknown[:5])}")
+    names = zip(*(sources[name].label_names or () for name in ("train", "test")), strict=False)
+    for number, (known, other) in enumerate(names):
+        if known != other:
+            raise DataError(
+                f"label {number} is {known} in the training set and {other} in the test set; give both the same numbers, "
+                "as align_labels_with_mapping of datasets does, or names in place of numbers"
+            )
 
 
 def _check_classes(train: Source, known: Tensor, label: Tensor, *, quiet: bool) -> None:

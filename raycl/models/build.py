@@ -59,6 +59,8 @@ def _text_spec(config: RunConfig, tokenizer: Tokenizer) -> TextEncoderSpec:
     query_prompt, key_prompt = config.text.query_prompt, config.text.document_prompt
     if config.data.kind == "text":
         key_prompt = query_prompt
+    elif config.data.kind == "image_text":
+        query_prompt = key_prompt  # a text that asks for images is a caption
     return TextEncoderSpec(
         prompts={"query": query_prompt, "key": key_prompt} if query_prompt or key_prompt else {},
         num_tokens=tokenizer.num_tokens,

@@ -149,7 +149,10 @@ def _tokenizer_files(tokenizer: Tokenizer, tokens: Sequence[str], max_length: in
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
     )
-    return config | {"tokenizer.json": tokenizer.to_json().encode()}
+    own = tokenizers.Tokenizer.from_str(tokenizer.to_json())
+    own.no_padding()  # raycl ignores the rules in the file, such as padding on the left; there they would act
+    own.no_truncation()
+    return config | {"tokenizer.json": own.to_str().encode()}
 
 
 def _first(names: tuple[str, ...], tokens: Sequence[str]) -> str:
