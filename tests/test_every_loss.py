@@ -445,7 +445,12 @@ def test_equal_embeddings_have_the_collapsed_loss(
 @pytest.mark.parametrize("hinge_weight", [0.0, 0.3])
 @pytest.mark.parametrize(
     ("loss", "settings"),
-    [("nce", {}), ("siglip", {}), ("clip", {"log_frequency": torch.zeros_like, "refines_logq": True})],
+    [
+        ("nce", {}),
+        ("siglip", {}),
+        ("clip", {"log_frequency": torch.zeros_like}),
+        ("clip", {"log_frequency": torch.zeros_like, "refines_logq": True}),
+    ],
 )
 def test_the_collapsed_loss_is_unknown_if_it_depends_on_more_than_sizes(
     loss: str, settings: dict[str, Any], hinge_weight: float

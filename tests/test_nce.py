@@ -345,6 +345,7 @@ def test_invalid_input_is_refused_with_the_value_and_a_remedy(changes: dict[str,
         ),
         (lambda: noise_mass(ROWS, ROWS[:, :2], temperature=0.1), "the noise rows must be [rows, dim]"),
         (lambda: proximal_term(ROWS, ROWS[:3]), "query and own_slot must be [local_batch, dim]"),
+        (lambda: proximal_term(ROWS, ROWS, torch.ones(4, 1)), "weight does not match its rows: got [4, 1]"),
     ],
 )
 def test_invalid_constants_and_masses_are_refused(call: Any, message: str) -> None:

@@ -480,6 +480,8 @@ def test_state_of_another_store_is_refused_and_nothing_is_loaded(kind: str, arra
         ),
         (lambda: KeyQueue(3, DIM).load_state_dict({"capacity": 3}), "the state does not fit this store"),
         (lambda: KeyQueue(3, DIM).push(ROWS, IDS, -1), "cannot be of step -1"),
+        (lambda: some_bank([2, 3, 5]).update(IDS, ROWS, -1), "cannot be of step -1; steps count from 0"),
+        (lambda: some_bank([2, 3, 5]).replace(IDS, ROWS, -1), "cannot be of step -1; steps count from 0"),
         (lambda: some_bank([1, 2]).load_part(some_bank([1, 3]).negatives()), "no slot for the samples 3"),
         (lambda: some_bank([]), "no samples"),
         (lambda: some_bank([4, 3, 4, 4]), "not distinct: 4 came"),

@@ -362,8 +362,8 @@ class Clip:
         return clip(query, key, **own, **others, **shared)
 
     def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
-        """Return the logarithm of the number of candidates, the mean of both directions; None if refined."""
-        if self.refines_logq:
+        """Return the mean of the logarithms of the numbers of candidates; None if it depends on their frequencies."""
+        if self.log_frequency is not None:
             return None
         num_stored = 0 if stored.negatives is None else len(stored.negatives)
         return (math.log(batch_size + num_stored) + math.log(batch_size)) / 2

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from raycl.distributed import gather, gather_detached, gather_uneven, num_workers, rank
 from raycl.loss_specs import LOSSES, MIXED, LossSettings
-from raycl.losses.checks import check_pair
+from raycl.losses.checks import check_pair, checked_weight
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.guide import Guide
 from raycl.losses.tiled import working_precision
@@ -204,7 +204,7 @@ def proximal_term(query: Tensor, own_slot: Tensor, weight: Tensor | None = None)
     Args:
         query: [local_batch, dim], this worker's embeddings.
         own_slot: [local_batch, dim], the slots of the same samples in the memory bank.
-        weight: [local_batch], the weight of each row in the mean.
+        weight: [local_batch], the weight of each row in the mean. No gradient.
 
     Returns:
         A scalar, at least float32, without the weight of the term.
@@ -213,9 +213,9 @@ def proximal_term(query: Tensor, own_slot: Tensor, weight: Tensor | None = None)
         ConfigError: Shapes do not match.
     """
     check_pair("query and own_slot", query, own_slot)
-    rows = working_precision(query)
+    rows, weight = working_precision(query), checked_weight(weight, query)
     distance = (rows - own_slot.to(rows)).square().sum(1)
-    return (distance if weight is None else distance * weight.to(rows)).mean()
+    return (distance if weight is None else distance * weight).mean()
 
 
 def add_proximal_term(

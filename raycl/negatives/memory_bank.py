@@ -24,7 +24,7 @@ class MemoryBank:
     does, and holds the same rows, to the last bit.
 
     Whatever does not fit is refused with ``ConfigError``, and the bank is unchanged: samples and slots
-    that are not here, other shapes and types, values that are NaN, infinite or above 65,504.
+    that are not here, other shapes and types, steps below 0, values that are NaN, infinite or above 65,504.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class MemoryBank:
         same bank, to the last bit, in any order and however it is split, unless a call of another
         step comes in between. For this the bank keeps the rows of the latest step.
         """
-        check_type("step", step, int)
+        _check_step(step)
         rows, ids = checked(rows, sample_id, dim=self._rows.shape[1])
         positions, units = self._samples.positions_of(ids), self._average.prepare(rows)
         if step != self._latest_step:
@@ -130,7 +130,7 @@ class MemoryBank:
 
         Unlike ``update``, it keeps no rows of the step, so that one step may replace the whole bank.
         """
-        check_type("step", step, int)
+        _check_step(step)
         rows, ids = checked(rows, sample_id, dim=self._rows.shape[1])
         positions = self._samples.positions_of(ids)
         self._rows[positions], self._step[positions] = normalized(rows), step
@@ -208,6 +208,12 @@ class MemoryBank:
     def _take(self, positions: np.ndarray) -> Negatives:
         ids = self._samples.ids_at(positions)
         return Negatives(np.take(self._rows, positions, axis=0), ids, np.take(self._step, positions))
+
+
+def _check_step(step: int) -> None:
+    check_type("step", step, int)
+    if step < 0:  # -1 marks rows that were never written
+        raise ConfigError(f"a row cannot be of step {step}; steps count from 0")
 
 
 class _Call(NamedTuple):
