@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import re
+import signal
 import socket
 import sys
 import threading
@@ -906,6 +907,21 @@ def test_the_url_can_be_opened_in_a_browser(host: str, url: str) -> None:
     opened = urlsplit(serve._url(host, "10.0.0.7", 8000, "/", "a+b/c=&%"))
     assert opened._replace(fragment="").geturl() == url
     assert parse_qs(opened.fragment) == {"token": ["a+b/c=&%"]}  # as the page reads it
+
+
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_a_closed_terminal_ends_the_explorer_but_not_under_nohup(is_ignored: bool) -> None:
+    handler = signal.SIG_IGN if is_ignored else signal.SIG_DFL
+    before = signal.signal(signal.SIGHUP, handler)
+    is_open = False
+    try:
+        with serve._until_signal():
+            signal.raise_signal(signal.SIGHUP)
+            is_open = True
+        assert signal.getsignal(signal.SIGHUP) == handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert is_open == is_ignored
 
 
 def test_without_ray_serve_the_command_names_the_package_to_install(

@@ -150,7 +150,9 @@ def _url(host: str, head: str, port: int, route: str, token: str) -> str:
 @contextlib.contextmanager
 def _until_signal() -> Iterator[None]:
     """End the block at SIGINT, SIGTERM or SIGHUP; ignore further signals while closing."""
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under `nohup`
+        signals.append(signal.SIGHUP)
 
     def stop(*_: object) -> None:
         for each in signals:
