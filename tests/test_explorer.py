@@ -53,6 +53,7 @@ from raycl.training.preflight import column_names
 from tests.images import digit_files, encode, write_digits
 from tests.outputs import evaluation, line_of, write_run, write_snapshots
 from tests.pairs import small_config, vocabulary
+from tests.ports import free_ports
 from tests.settings import override_active
 from tests.test_checkpoint_encoder import list_checkpoint, write_checkpoint
 from tests.test_cli import run_raycl
@@ -768,6 +769,26 @@ def test_embeddings_are_queried_by_images_and_texts_as_embed_encodes_them(
     for row in (2, 5):
         by_id = client.get(f"/api/nearest?id={row}&k=4").json()["neighbors"]
         assert posted(client, kind, values[row]) == [str(row), *(each["sample_id"] for each in by_id)]
+
+
+def test_columns_of_other_names_than_the_runs_are_named_as_the_refusal_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, data = write_run(tmp_path / "run"), tmp_path / "pictures.parquet"
+    write_snapshots(folder)
+    pq.write_table(pa.table({"picture": digit_files(40)[0]}), data)
+    command = ("explore", folder, "--data", data)
+    status, _, err = run_raycl(monkeypatch, capsys, *command)
+    assert (status, "name the right one with --set data.columns.image=NAME" in err) == (2, True)
+    status, _, err = run_raycl(monkeypatch, capsys, *command, "--set", "seed=1")
+    assert (status, "unknown key seed" in err) == (2, True)
+    apps = list[Explorer]()
+    monkeypatch.setattr("raycl.serve.app.create_app", lambda explorer, _: apps.append(explorer))
+    monkeypatch.setattr("uvicorn.Server.run", lambda *_, **__: None)
+    named = ("--set", "data.columns.image=picture", "--port", free_ports(1)[0])
+    assert run_raycl(monkeypatch, capsys, *command, *named)[0] == 0
+    image = apps[0].sample(3).image
+    assert image is not None and image.startswith("data:image/png")
 
 
 def test_a_run_without_a_checkpoint_is_reported_before_its_encoder_is_imported(
