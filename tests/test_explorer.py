@@ -791,6 +791,20 @@ def test_columns_of_other_names_than_the_runs_are_named_as_the_refusal_says(
     assert image is not None and image.startswith("data:image/png")
 
 
+@pytest.mark.parametrize(
+    ("recipe", "role"), [("two_tower", "document"), ("two_tower", "query"), ("clip", "caption")]
+)
+def test_a_data_set_of_one_side_shows_its_column(recipe: str, role: str, tmp_path: Path) -> None:
+    folder, texts = write_run(tmp_path / "run", method=recipe), invented_texts(8, seed=1)
+    write_snapshots(folder, document=texts, query=texts, num_samples=8)
+    for name in (role, "other"):
+        pq.write_table(pa.table({name: texts}), tmp_path / f"{name}.parquet")
+    found = saved_explorer(str(folder), embeddings=None, data=str(tmp_path / f"{role}.parquet"))
+    assert [(each.role, each.text) for each in found.sample(3).texts] == [(role, texts[3])]
+    with pytest.raises(DataError, match="has no column '(query|image)'; it has other"):
+        saved_explorer(str(folder), embeddings=None, data=str(tmp_path / "other.parquet"))
+
+
 def test_a_run_without_a_checkpoint_is_reported_before_its_encoder_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

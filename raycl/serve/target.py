@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
 
@@ -12,7 +12,7 @@ from raycl.config import RunConfig
 from raycl.config.overrides import config_from_yaml, override
 from raycl.data.columns import ColumnNames
 from raycl.data.discovery import find_source
-from raycl.errors import RayclError
+from raycl.errors import DataError, RayclError
 from raycl.negatives.bank import connect_bank
 from raycl.negatives.saved_bank import read_embedded, read_saved_bank
 from raycl.records import CONFIG, DATA, find_run
@@ -115,7 +115,7 @@ def saved_explorer(
     bank = read_saved_bank(run) if embeddings is None else read_embedded(run, embeddings)
     samples = None
     if data is not None:
-        samples = SampleViewer(data, columns, max_pixels=max_pixels)
+        samples = _viewer(data, columns, max_pixels=max_pixels)
     elif embeddings is None:
         with contextlib.suppress(RayclError, ValueError, KeyError, TypeError):  # the data may have moved
             trained_on = json.loads((place / DATA).read_text())["data"]
@@ -131,6 +131,19 @@ def saved_explorer(
         samples=samples,
         queries=queries,
     )
+
+
+def _viewer(data: str, columns: ColumnNames, *, max_pixels: int) -> SampleViewer:
+    """Show a data set, which may have one of two contents: embedded documents come without queries."""
+    contents = columns.contents
+    try:
+        return SampleViewer(data, columns, max_pixels=max_pixels)
+    except DataError:
+        for role in contents if len(contents) > 1 else ():
+            others = dict.fromkeys(contents.keys() - {role})
+            with contextlib.suppress(DataError):
+                return SampleViewer(data, replace(columns, **others), max_pixels=max_pixels)
+        raise
 
 
 def _config_of(run: Place, settings: Sequence[str]) -> RunConfig:
