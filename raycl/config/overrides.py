@@ -366,8 +366,9 @@ def unknown_setting(path: str, allowed: Sequence[str]) -> str:
     name = path.rpartition(".")[2]
     if new := present_name(path):
         return f"unknown key {path}; it is now {new}"
-    close = difflib.get_close_matches(name, allowed, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
+    last = {each.rpartition(".")[2]: each for each in allowed}
+    close = difflib.get_close_matches(name, last, n=1)
+    hint = f"; did you mean {last[close[0]]}?" if close else ""
     return f"unknown key {path}{hint} (allowed: {', '.join(allowed)})"
 
 
