@@ -5,8 +5,9 @@ tokenizer on a corpus, ``pairs`` groups a labeled click log by query, and ``grou
 lists. Addresses are local paths or s3://.
 """
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import typer
@@ -17,7 +18,7 @@ from raycl.cli.plan import command_settings
 from raycl.data.columns import ColumnNames
 from raycl.data.read_stats import ReadStats
 from raycl.data.sources import Source
-from raycl.errors import ConfigError
+from raycl.errors import ConfigError, DataError
 from raycl.preparation import gather_texts, group_pairs, make_tokenizer, pack_images, pack_rows
 from raycl.training.data_set import ROLES
 
@@ -56,7 +57,10 @@ def rows(
 ) -> None:
     """Pack tars, CSV or JSONL files into parquet files with the same rows and ids."""
     names = _columns(columns, list(vars(ColumnNames())))
-    packed = pack_rows(data, output, columns=names, rows_per_file=rows_per_file, address=address, debug=debug)
+    with _naming(**{role: f"--columns {role}=" for role in names.asked}):
+        packed = pack_rows(
+            data, output, columns=names, rows_per_file=rows_per_file, address=address, debug=debug
+        )
     _report_packed(*packed, contents="rows", output=output)
 
 
@@ -72,16 +76,18 @@ def tokenizer(
     debug: Debug = False,
 ) -> None:
     """Train a tokenizer on the texts of some columns; OUTPUT ends in .json."""
-    trained, texts = make_tokenizer(
-        data,
-        output,
-        columns=_columns(columns, ROLES, "texts"),
-        vocabulary_size=vocabulary_size,
-        lowercase=not keep_case,
-        num_texts=num_texts,
-        address=address,
-        debug=debug,
-    )
+    names = _columns(columns, ROLES, "texts")
+    with _naming(**{role: f"--columns {role}=" for role in names.asked}):
+        trained, texts = make_tokenizer(
+            data,
+            output,
+            columns=names,
+            vocabulary_size=vocabulary_size,
+            lowercase=not keep_case,
+            num_texts=num_texts,
+            address=address,
+            debug=debug,
+        )
     print(f"{trained.num_tokens:,} tokens in {output}")
     if texts.num_invalid:
         skipped = f"{texts.num_invalid:,} of {texts.num_rows:,} texts are invalid and were skipped"
@@ -116,9 +122,22 @@ def groups(
     debug: Debug = False,
 ) -> None:
     """Collect equivalent texts into one row, for `raycl train simcse`; OUTPUT ends in .parquet."""
-    found = gather_texts(data, output, group=group, text=text)
+    with _naming(text="--text ", sample_id="--group "):
+        found = gather_texts(data, output, group=group, text=text)
     print(f"{found.num_rows:,} rows of {found.num_texts:,} texts in {output}")
     print(f"skipped: {found.num_alone:,} texts without a partner; invalid: {found.num_invalid:,}")
+
+
+@contextlib.contextmanager
+def _naming(**flags: str) -> Iterator[None]:
+    """Name the flag of each role in the refusal of a column, in place of a setting, which this command lacks."""
+    try:
+        yield
+    except DataError as error:
+        text = str(error)
+        for role, flag in flags.items():
+            text = text.replace(f"--set data.columns.{role}=", flag)
+        raise DataError(text) from error
 
 
 def _report_packed(source: Source, stats: ReadStats, *, contents: str, output: str) -> None:

@@ -561,6 +561,12 @@ def test_settings_without_effect_on_a_measure_are_refused(raycl, measure: str, k
     assert "(allowed: " in err
 
 
+@pytest.mark.parametrize("command", ["evaluate knn --run run --train a --test b", "doctor", "explore run"])
+def test_a_misspelled_column_is_refused_with_the_right_name(raycl, command: str) -> None:
+    status, _, err = raycl(*command.split(), "--set", "data.columns.lable=class")
+    assert (status, "unknown key data.columns.lable; did you mean data.columns.label?" in err) == (2, True)
+
+
 def test_settings_of_measures_are_read() -> None:
     named = ["data.columns.query=q", "data.columns.document=d"]
     columns = ColumnNames(image=None, query="q", document="d")

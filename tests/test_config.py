@@ -1,5 +1,6 @@
 """Configuration: frozen and validated, with clear error messages."""
 
+import re
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from raycl.config import RunConfig, Stage
+from raycl.config.conditions import leaves
 from raycl.config.overrides import config_from_dict, config_from_yaml, config_to_yaml, override
 from raycl.errors import ConfigError
 from raycl.models.build import build_towers
@@ -404,12 +406,41 @@ def test_an_entry_of_a_list_that_is_null_is_refused_with_the_name_of_the_list(gi
         override(recipe("simclr", image_size=32), [given])
     assert (
         str(caught.value)
-        == f"{path} sets an entry of {owner}, which is null; give the whole list, {owner}=[...]"
+        == f"{path} sets an entry of {owner}, which is not given; give the whole list, {owner}=[...]"
     )
     whole = override(
         recipe("simclr", image_size=32), ['augment.views=[{"count":2}]', "augment.views.0.count=3"]
     )
     assert whole.num_views == 3
+
+
+@pytest.mark.parametrize(
+    ("section", "setting"),
+    [
+        ("encoder={name: resnet18}", "encoder.width=0.5"),
+        ("data={image_size: 32}", "data.columns.label=class"),
+        ("stages=[{epochs: 5}]", "stages.0.temperature=0.3"),
+        ("stages=[{epochs: 5}, {epochs: 5}]", "stages.1.chunk_size=8"),
+        ("augment.views=[{count: 2}, {count: 4}]", "augment.views.1.size=16"),
+    ],
+)
+def test_a_setting_may_follow_its_section_given_in_part(section: str, setting: str) -> None:
+    path, _, value = setting.partition("=")
+    config = override(recipe("simclr", image_size=32), [section, setting])
+    assert str(leaves(config)[path]) == value
+
+
+@pytest.mark.parametrize(
+    ("section", "setting", "refusal"),
+    [
+        ("encoder={name: resnet18}", "encoder.widht=2", "did you mean width?"),
+        ("data={image_size: 32}", "data.cache.x=1", "cache is a single value"),
+        ("augment={flip: 0.0}", "augment.crop_scale.0=0.5", "give the whole list"),
+    ],
+)
+def test_no_other_name_may_follow_a_section_given_in_part(section: str, setting: str, refusal: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(refusal)):
+        override(recipe("simclr", image_size=32), [section, setting])
 
 
 def test_views_survive_a_round_trip_through_yaml_and_are_counted_by_size() -> None:

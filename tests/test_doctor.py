@@ -22,7 +22,7 @@ from raycl.data.columns import ColumnNames
 from raycl.data.discovery import find_source
 from raycl.data.sources import Fragment
 from raycl.display import format_bytes
-from raycl.doctor.checks import check_gpus
+from raycl.doctor.checks import check_gpus, check_network
 from raycl.doctor.data import MAX_FRAGMENTS, DataSummary, SampledRow, check_data, spread
 from raycl.doctor.encoders import check_pools, estimate_encoder
 from raycl.doctor.estimate import ALLOCATOR, CUDA_BYTES
@@ -246,6 +246,11 @@ def test_each_sentence_of_a_row_is_a_document_to_mine_but_of_a_stream_the_first_
         for number in (1.0, 3.0)
     ]
     assert tables[1] == 3 * tables[0] > 0
+
+
+def test_a_cluster_whose_nodes_are_all_silent_has_no_network_to_check() -> None:
+    result = check_network([])
+    assert (result.good, result.seen) == (True, "not checked, since no node answers")
 
 
 def test_nodes_with_as_many_free_gpus_are_asked_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import re
+import signal
 import socket
 import sys
 import threading
@@ -52,6 +53,7 @@ from raycl.training.preflight import column_names
 from tests.images import digit_files, encode, write_digits
 from tests.outputs import evaluation, line_of, write_run, write_snapshots
 from tests.pairs import small_config, vocabulary
+from tests.ports import free_ports
 from tests.settings import override_active
 from tests.test_checkpoint_encoder import list_checkpoint, write_checkpoint
 from tests.test_cli import run_raycl
@@ -769,6 +771,40 @@ def test_embeddings_are_queried_by_images_and_texts_as_embed_encodes_them(
         assert posted(client, kind, values[row]) == [str(row), *(each["sample_id"] for each in by_id)]
 
 
+def test_columns_of_other_names_than_the_runs_are_named_as_the_refusal_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, data = write_run(tmp_path / "run"), tmp_path / "pictures.parquet"
+    write_snapshots(folder)
+    pq.write_table(pa.table({"picture": digit_files(40)[0]}), data)
+    command = ("explore", folder, "--data", data)
+    status, _, err = run_raycl(monkeypatch, capsys, *command)
+    assert (status, "name the right one with --set data.columns.image=NAME" in err) == (2, True)
+    status, _, err = run_raycl(monkeypatch, capsys, *command, "--set", "seed=1")
+    assert (status, "unknown key seed" in err) == (2, True)
+    apps = list[Explorer]()
+    monkeypatch.setattr("raycl.serve.app.create_app", lambda explorer, _: apps.append(explorer))
+    monkeypatch.setattr("uvicorn.Server.run", lambda *_, **__: None)
+    named = ("--set", "data.columns.image=picture", "--port", free_ports(1)[0])
+    assert run_raycl(monkeypatch, capsys, *command, *named)[0] == 0
+    image = apps[0].sample(3).image
+    assert image is not None and image.startswith("data:image/png")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "role"), [("two_tower", "document"), ("two_tower", "query"), ("clip", "caption")]
+)
+def test_a_data_set_of_one_side_shows_its_column(recipe: str, role: str, tmp_path: Path) -> None:
+    folder, texts = write_run(tmp_path / "run", method=recipe), invented_texts(8, seed=1)
+    write_snapshots(folder, document=texts, query=texts, num_samples=8)
+    for name in (role, "other"):
+        pq.write_table(pa.table({name: texts}), tmp_path / f"{name}.parquet")
+    found = saved_explorer(str(folder), embeddings=None, data=str(tmp_path / f"{role}.parquet"))
+    assert [(each.role, each.text) for each in found.sample(3).texts] == [(role, texts[3])]
+    with pytest.raises(DataError, match="has no column '(query|image)'; it has other"):
+        saved_explorer(str(folder), embeddings=None, data=str(tmp_path / "other.parquet"))
+
+
 def test_a_run_without_a_checkpoint_is_reported_before_its_encoder_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -906,6 +942,21 @@ def test_the_url_can_be_opened_in_a_browser(host: str, url: str) -> None:
     opened = urlsplit(serve._url(host, "10.0.0.7", 8000, "/", "a+b/c=&%"))
     assert opened._replace(fragment="").geturl() == url
     assert parse_qs(opened.fragment) == {"token": ["a+b/c=&%"]}  # as the page reads it
+
+
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_a_closed_terminal_ends_the_explorer_but_not_under_nohup(is_ignored: bool) -> None:
+    handler = signal.SIG_IGN if is_ignored else signal.SIG_DFL
+    before = signal.signal(signal.SIGHUP, handler)
+    is_open = False
+    try:
+        with serve._until_signal():
+            signal.raise_signal(signal.SIGHUP)
+            is_open = True
+        assert signal.getsignal(signal.SIGHUP) == handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert is_open == is_ignored
 
 
 def test_without_ray_serve_the_command_names_the_package_to_install(

@@ -182,6 +182,24 @@ def test_invalid_tokenizer_settings_are_refused_in_one_line(
 
 
 @pytest.mark.parametrize(
+    ("command", "flags", "remedy"),
+    [
+        ("rows", {"columns": "query,document=text"}, "--columns document=NAME"),
+        ("tokenizer", {"columns": "text"}, "--columns text=NAME"),
+        ("groups", {"group": "query", "text": "sentence"}, "--text NAME"),
+        ("groups", {"group": "about", "text": "query"}, "--group NAME"),
+    ],
+)
+def test_a_missing_column_is_refused_with_a_flag_that_the_command_has(
+    command: str, flags: dict[str, str], remedy: str, tmp_path: Path
+) -> None:
+    pq.write_table(pa.table({"query": ["a"], "document": ["b"]}), tmp_path / "pairs.parquet")
+    prepare = runpy.run_path(str(ROOT / "jobs" / "prepare.py"))
+    with pytest.raises(DataError, match=f"name the right one with {remedy}$"):
+        prepare[command](str(tmp_path / "pairs.parquet"), str(tmp_path / "new.parquet"), **flags)
+
+
+@pytest.mark.parametrize(
     "command",
     ["images", "rows", "pairs", "groups --group about"],
 )

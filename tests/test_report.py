@@ -137,6 +137,13 @@ def test_a_run_in_a_folder_named_run_is_named_with_the_parent_folder(tmp_path: P
         assert read_run(str(write_run(tmp_path / folder))).name == name
 
 
+def test_a_run_in_the_working_folder_has_the_name_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(write_run(tmp_path / "first"))
+    assert read_run(".").name == "first"
+
+
 def test_a_batch_size_that_stays_is_a_fact_and_has_no_drawing(finished: Path, tmp_path: Path) -> None:
     page = Page(finished.read_text())
     assert re.search(r"Batch size\s+64\s", page.text)

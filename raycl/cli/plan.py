@@ -267,7 +267,13 @@ def settings_of(settings: Settings) -> dict[str, Any]:
 _INVALID: dict[str, type] = {"data.max_invalid_fraction": float}
 # The settings of the commands without a run's configuration, beside the measures. All but ``sts`` have ``data.columns``
 # as well.
-COMMANDS: dict[str, dict[str, type]] = {"embed": _INVALID, "pairs": _INVALID, "mine": {}, "doctor": {}}
+COMMANDS: dict[str, dict[str, type]] = {
+    "embed": _INVALID,
+    "pairs": _INVALID,
+    "mine": {},
+    "doctor": {},
+    "explore": {},
+}
 
 
 def check_measure(measure: str) -> None:

@@ -26,6 +26,10 @@ Host = Annotated[
     ),
 ]
 Port = Annotated[int, typer.Option(min=1, max=65_535, help="Port to listen on.")]
+Columns = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Name a column of the data: data.columns.image=NAME; default: the run's."),
+]
 Token = Annotated[
     str | None,
     typer.Option(envvar="RAYCL_EXPLORER_TOKEN", help="Password of the page; default: a new random one."),
@@ -42,17 +46,19 @@ def serve(
     run: Annotated[
         str | None, typer.Option(help="Run whose encoder embeds images and texts; default: the bank's run.")
     ] = None,
+    settings: Columns = None,
     address: RunningRay = None,
     token: Token = None,
     debug: Debug = False,
 ) -> None:
     """Explore the bank of a live run in a browser: neighbors, ages, norms."""
     secret = _secret(token)
+    names = _columns(settings)
     connect(address, debug, bank=name)
     from raycl.serve.deployment import head_address, served
     from raycl.serve.target import find_target
 
-    target = find_target(name, run=run, data=data, token=secret)
+    target = find_target(name, run=run, data=data, settings=names, token=secret)
 
     if not _is_loopback(host):
         _warn_of(host, port)
@@ -77,6 +83,7 @@ def explore(
         str | None,
         typer.Option(help="Data set of the rows, to display samples; default: the training data of the run."),
     ] = None,
+    settings: Columns = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     token: Token = None,
@@ -84,12 +91,13 @@ def explore(
 ) -> None:
     """Explore the saved rows of a run in a browser, without Ray: its bank, or embeddings of a data set."""
     secret = _secret(token)
+    names = _columns(settings)
     import uvicorn
 
     from raycl.serve.app import create_app
     from raycl.serve.target import saved_explorer
 
-    app = create_app(saved_explorer(run, embeddings=embeddings, data=data), secret)
+    app = create_app(saved_explorer(run, embeddings=embeddings, data=data, settings=names), secret)
     try:
         listening = socket.create_server(
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -105,6 +113,14 @@ def explore(
         print("press Ctrl-C to close", flush=True)
         # A logged URL may contain the token.
         uvicorn.Server(uvicorn.Config(app, log_level="error", access_log=False)).run(sockets=[listening])
+
+
+def _columns(settings: list[str] | None) -> list[str]:
+    """Return the settings; raises ``ConfigError`` for one that names no column."""
+    from raycl.cli.plan import command_settings
+
+    command_settings("explore", settings or [])
+    return settings or []
 
 
 def _is_loopback(host: str) -> bool:
@@ -150,7 +166,9 @@ def _url(host: str, head: str, port: int, route: str, token: str) -> str:
 @contextlib.contextmanager
 def _until_signal() -> Iterator[None]:
     """End the block at SIGINT, SIGTERM or SIGHUP; ignore further signals while closing."""
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under `nohup`
+        signals.append(signal.SIGHUP)
 
     def stop(*_: object) -> None:
         for each in signals:

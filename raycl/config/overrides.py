@@ -295,29 +295,37 @@ def parse_setting(setting: str) -> tuple[str, Any]:
 def _set(values: Any, path: str, value: Any) -> None:
     names = path.split(".")
     for depth, name in enumerate(names[:-1], start=1):
-        child = _child(values, name, path)
-        # Paths below free-form arguments create missing keys.
-        values = values.setdefault(child, {}) if isinstance(values, dict) else values[child]
+        child = _child(values, names[:depth], path)
+        # Paths below free-form arguments, and of a section that was given in part, create missing keys.
+        is_section = ".kwargs." in f".{path}" or bool(_names_at(names[:depth]))
+        new = {} if is_section and not names[depth].isdecimal() else None
+        values = values.setdefault(child, new) if isinstance(values, dict) else values[child]
         if values is None and names[depth].isdecimal():
             owner = ".".join(names[:depth])
             raise ConfigError(
-                f"{path} sets an entry of {owner}, which is null; give the whole list, {owner}=[...]"
+                f"{path} sets an entry of {owner}, which is not given; give the whole list, {owner}=[...]"
             )
         if not isinstance(values, dict | list):
             raise ConfigError(f"unknown key {path}: {name} is a single value, {values!r}")
-    values[_child(values, names[-1], path)] = value
+    values[_child(values, names, path)] = value
 
 
-def _child(values: Any, name: str, path: str) -> Any:
-    """Return the key or index ``name``; it must exist, except within free-form arguments."""
+def _child(values: Any, names: Sequence[str], path: str) -> Any:
+    """Return the key or index of the last name; it must exist, except within free-form arguments.
+
+    A setting exists also in a section that was given in part.
+    """
+    name = names[-1]
     if isinstance(values, list):
         if not (name.isdecimal() and values and int(name) <= len(values)):
             raise ConfigError(f"unknown key {path}: {name!r} is not an index from 0 to {len(values)}")
         if int(name) == len(values):
             values.append(copy.deepcopy(values[-1]))  # a new stage starts as a copy of the last
         return int(name)
-    if name not in values and ".kwargs." not in f".{path}":
-        raise ConfigError(_unknown_in_run(path, list(values)))
+    if name in values or ".kwargs." in f".{path}":
+        return name
+    if name not in (allowed := _names_at(names[:-1])):
+        raise ConfigError(_unknown_in_run(path, allowed))
     return name
 
 
@@ -358,8 +366,9 @@ def unknown_setting(path: str, allowed: Sequence[str]) -> str:
     name = path.rpartition(".")[2]
     if new := present_name(path):
         return f"unknown key {path}; it is now {new}"
-    close = difflib.get_close_matches(name, allowed, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
+    last = {each.rpartition(".")[2]: each for each in allowed}
+    close = difflib.get_close_matches(name, last, n=1)
+    hint = f"; did you mean {last[close[0]]}?" if close else ""
     return f"unknown key {path}{hint} (allowed: {', '.join(allowed)})"
 
 
@@ -385,12 +394,12 @@ def _setting_paths(section: type[Section], prefix: str = "") -> Iterator[str]:
 
 
 def _names_at(path: Sequence[int | str]) -> list[str]:
-    """Return the keys of the section at ``path``."""
+    """Return the keys of the section at ``path``; none of a single value."""
     section: Any = RunConfig
     for part in path:
-        if isinstance(part, str):
-            section = _section_at(section, part)
-    return list(section.model_fields)
+        if not str(part).isdecimal():
+            section = _section_at(section, str(part))
+    return [] if section is None else list(section.model_fields)
 
 
 def _section_at(section: type[Section], name: str) -> Any:

@@ -203,8 +203,8 @@ def _port(address: str | None) -> int:
 
 def check_network(nodes: Sequence[Node], gradient_bytes: float = 0.0) -> CheckResult:
     """Send bytes from each node to the next; estimate the gradients' time at the slowest rate."""
-    if len(nodes) == 1:
-        return passed("network", "one node")
+    if len(nodes) < 2:
+        return passed("network", "one node" if nodes else "not checked, since no node answers")
     rates: dict[str, float] = {}
     for source, target in list(zip(nodes, [*nodes[1:], nodes[0]], strict=True))[:_MAX_TRANSFERS]:
         route = f"from {source.name} to {target.name}"

@@ -11,7 +11,7 @@ from raycl.errors import DataError
 from raycl.provenance import read_commands
 from raycl.records import CONFIG, DATA, METRICS, RESULT, read_object, run_name, with_new_names
 from raycl.report.history import History, read_history
-from raycl.storage import Place
+from raycl.storage import Place, absolute
 
 
 @final
@@ -73,7 +73,7 @@ def read_run(uri: str, *, with_snapshots: bool = True) -> Run:
             for each in (read_snapshot(output, FIRST), read_snapshot(output, LATEST))
         ]
     return Run(
-        name=run_name(output),
+        name=run_name(Place(absolute(uri))),
         address=uri,
         config=config_from_yaml(text, name=(output / CONFIG).uri, trained=True),
         config_text=text,

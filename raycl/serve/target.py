@@ -3,15 +3,16 @@
 import contextlib
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
 
 from raycl.config import RunConfig
-from raycl.config.overrides import config_from_yaml
+from raycl.config.overrides import config_from_yaml, override
 from raycl.data.columns import ColumnNames
 from raycl.data.discovery import find_source
-from raycl.errors import RayclError
+from raycl.errors import DataError, RayclError
 from raycl.negatives.bank import connect_bank
 from raycl.negatives.saved_bank import read_embedded, read_saved_bank
 from raycl.records import CONFIG, DATA, find_run
@@ -69,16 +70,19 @@ class ServeTarget:
         )
 
 
-def find_target(bank: str, *, run: str | None, data: str | None, token: str) -> ServeTarget:
+def find_target(
+    bank: str, *, run: str | None, data: str | None, token: str, settings: Sequence[str] = ()
+) -> ServeTarget:
     """Check the bank, its ``run`` (by default the bank's own) and ``data`` before anything starts.
 
+    ``settings`` replace the run's names of the columns of ``data``.
     Raises ``RayclError`` if one of them is invalid. Without ``run`` and ``data`` the run may be unreadable.
     """
     output = connect_bank(bank).spec.output
     place = Place(absolute(run or output))
     columns, queries, max_pixels = ColumnNames(), (), 0
     try:
-        config = _config_of(place)
+        config = _config_of(place, settings)
         columns, queries, max_pixels = columns_of(config), _SHOWN[config.data.kind][1], config.data.max_pixels
     except RayclError:
         if run is not None or data is not None:
@@ -97,18 +101,21 @@ def find_target(bank: str, *, run: str | None, data: str | None, token: str) -> 
     )
 
 
-def saved_explorer(run: str, *, embeddings: str | None, data: str | None) -> Explorer:
+def saved_explorer(
+    run: str, *, embeddings: str | None, data: str | None, settings: Sequence[str] = ()
+) -> Explorer:
     """Return an explorer of the saved rows of a run, or of ``embeddings`` made with its encoder.
 
-    Without both, ``data`` are the training data of the run, if they can be read. Raises ``RayclError`` if something is invalid.
+    Without both, ``data`` are the training data of the run, if they can be read. ``settings`` replace the run's names
+    of the columns of the data. Raises ``RayclError`` if something is invalid.
     """
     place = find_run(run)
-    config = _config_of(place)
+    config = _config_of(place, settings)
     columns, max_pixels = columns_of(config), config.data.max_pixels
     bank = read_saved_bank(run) if embeddings is None else read_embedded(run, embeddings)
     samples = None
     if data is not None:
-        samples = SampleViewer(data, columns, max_pixels=max_pixels)
+        samples = _viewer(data, columns, max_pixels=max_pixels)
     elif embeddings is None:
         with contextlib.suppress(RayclError, ValueError, KeyError, TypeError):  # the data may have moved
             trained_on = json.loads((place / DATA).read_text())["data"]
@@ -126,8 +133,22 @@ def saved_explorer(run: str, *, embeddings: str | None, data: str | None) -> Exp
     )
 
 
-def _config_of(run: Place) -> RunConfig:
-    return config_from_yaml((run / CONFIG).read_text(), name=(run / CONFIG).uri, trained=True)
+def _viewer(data: str, columns: ColumnNames, *, max_pixels: int) -> SampleViewer:
+    """Show a data set, which may have one of two contents: embedded documents come without queries."""
+    contents = columns.contents
+    try:
+        return SampleViewer(data, columns, max_pixels=max_pixels)
+    except DataError:
+        for role in contents if len(contents) > 1 else ():
+            others = dict.fromkeys(contents.keys() - {role})
+            with contextlib.suppress(DataError):
+                return SampleViewer(data, replace(columns, **others), max_pixels=max_pixels)
+        raise
+
+
+def _config_of(run: Place, settings: Sequence[str]) -> RunConfig:
+    config = config_from_yaml((run / CONFIG).read_text(), name=(run / CONFIG).uri, trained=True)
+    return override(config, settings) if settings else config
 
 
 def columns_of(config: RunConfig) -> ColumnNames:
