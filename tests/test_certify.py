@@ -635,6 +635,7 @@ def test_a_certificate_is_written_and_checked_by_the_commands(copy: Path) -> Non
     done = runner.invoke(app, ["certify", "--check", str(file)])
     assert done.exit_code == 1
     assert "metrics.jsonl is not the file that was certified" in done.output
+    assert raycl.check_certificate(file).proves == ""
 
 
 def test_an_edited_certificate_is_found(copy: Path, tmp_path: Path) -> None:
