@@ -73,7 +73,8 @@ def tracked(
     """Write the lines of a run with these steps."""
     opened = open_trackers(config, Place(str(output)), resume_step=resume_step)
     for step in steps:
-        others = {"time": 1.7e9, "num_steps": 9, "epoch": 0, "text": "a notice", "gap": float("nan")}
+        others = {"time": 1.7e9, "failed_at": 1_700_000_000, "num_steps": 9, "epoch": 0}
+        others |= {"text": "a notice", "gap": float("nan")}
         opened.write(step, {"step": step, "loss": 1 / step, **others})
     opened.close(finished=finished)
     assert opened.messages() == []
