@@ -30,8 +30,9 @@ from raycl.data.ids import content_id
 from raycl.data.sampler import InMemorySampler
 from raycl.data.windows import WindowCutter
 from raycl.errors import ConfigError, DataError
-from raycl.records import READ_ROWS
+from raycl.records import CHECKPOINT_LIST, READ_ROWS
 from raycl.step_replay.certificate import Certificate
+from raycl.step_replay.check_history import ChainedHistory
 from raycl.storage import Place
 from raycl.training.coordinator import RunCoordinator
 from raycl.training.data_module import DataModule
@@ -366,6 +367,29 @@ def test_an_unfinished_run_is_certified_up_to_its_last_checkpoint(copy: Path) ->
     assert "the last 5 are not bound" in str(found)
 
 
+def test_a_run_may_replace_its_checkpoints_while_it_is_certified(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (copy / "result.json").write_text(json.dumps({"status": "running"}))
+    chain, listed = copy / CHAIN, copy / "checkpoints" / CHECKPOINT_LIST
+    links, both = chain.read_text().splitlines(keepends=True), listed.read_text()
+    chain.write_text("".join(links[:2]))
+    results = json.loads(both)["checkpoint_results"]
+    listed.write_text(json.dumps({"checkpoint_results": results[:1]}))
+    check_files = ChainedHistory._check_files
+
+    def save_meanwhile(history: ChainedHistory) -> str:
+        chain.write_text("".join(links[:3]))
+        listed.write_text(both)
+        shutil.rmtree(copy / "checkpoints" / "step-00000007")
+        return check_files(history)
+
+    monkeypatch.setattr(ChainedHistory, "_check_files", save_meanwhile)
+    found = raycl.certify(copy, steps=0)
+    assert found.is_valid, str(found)
+    assert found.steps == 7
+
+
 def started_again(run: Path, **settings: Any) -> None:
     """Let ``--resume`` write its files, and end before the workers start."""
     config = raycl.config_from_yaml((run / "config.yaml").read_text())
@@ -611,6 +635,7 @@ def test_a_certificate_is_written_and_checked_by_the_commands(copy: Path) -> Non
     done = runner.invoke(app, ["certify", "--check", str(file)])
     assert done.exit_code == 1
     assert "metrics.jsonl is not the file that was certified" in done.output
+    assert raycl.check_certificate(file).proves == ""
 
 
 def test_an_edited_certificate_is_found(copy: Path, tmp_path: Path) -> None:

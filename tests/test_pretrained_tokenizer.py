@@ -46,6 +46,17 @@ def other_tokenizer(path: Path) -> tuple[str, Tokenizer]:
     return str(path), other
 
 
+def test_a_run_at_an_address_with_options_is_resumed_with_its_tokenizer(
+    own_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = "?scheme=http&endpoint_override=127.0.0.1:9000"
+    files = {f"s3://bucket/run/tokenizer.json{options}": own_tokenizer.to_json()}
+    monkeypatch.setattr(Place, "exists", lambda place: place.uri in files)
+    monkeypatch.setattr(Place, "read_text", lambda place: files[place.uri])
+    found = known_tokenizer(recipe("simcse"), Place(f"s3://bucket/run{options}"), resumed=True)
+    assert found is not None and found.fingerprint == own_tokenizer.fingerprint
+
+
 def test_the_tokenizer_is_read_from_the_models_folder(own_tokenizer: Tokenizer, tmp_path: Path) -> None:
     found = known(config_of(tmp_path), tmp_path)
     assert found is not None

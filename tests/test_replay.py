@@ -19,6 +19,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import raycl
+from raycl.config.overrides import config_to_yaml
 from raycl.errors import ConfigError, DataError
 from raycl.losses.clip import Clip
 from raycl.losses.dcl import Dcl
@@ -433,6 +434,13 @@ def test_the_workers_are_those_that_made_the_step(run: Path, tmp_path: Path, rep
     (same / "config.yaml").write_text(text.replace("\nworkers: 1\n", "\nworkers: 2\n"))
     losses = [raycl.replay(each, step=10).loss for each in (resumed, same)]
     assert losses[0] == losses[1] != pytest.approx(replayed.loss, rel=1e-4)  # dropout differs
+    staged = copied(resumed, tmp_path / "staged")  # whose next stage has as many workers as this one had
+    config = raycl.config_from_yaml(text.replace("\nworkers: 2\n", "\nworkers: 1\n"))
+    (staged / "config.yaml").write_text(config_to_yaml(raycl.override(config, {"stages.1.workers": 2})))
+    assert raycl.replay(staged, step=10).loss == losses[0]
+    rows = read_rows(read_record(str(staged)))
+    runners = [train_until(rows, 8, workers=workers).runner for workers in (1, 2)]
+    assert [runner.shard.num_workers for runner in runners] == [1, 2]
     mixed = logged_with(run, tmp_path / "mixed", lambda step: 1 + (step > 8))
     assert raycl.replay(mixed, step=14).loss == raycl.replay(same, step=14).loss
     with pytest.raises(ConfigError, match="steps 8 to 10 were made by 1 and 2 workers"):

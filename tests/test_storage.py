@@ -204,6 +204,19 @@ def test_a_run_resumed_from_its_checkpoint_of_step_0_keeps_the_first_evaluation(
     assert [line["step"] for line in read_metrics(output)] == [0]
 
 
+def test_a_run_that_starts_over_before_its_first_checkpoint_keeps_its_failures(tmp_path: Path) -> None:
+    output = Place(str(tmp_path))
+    failure = {"step": 0, "event": "failure", "text": "worker 1 died", "failed_at": 190}
+    log = MetricsLog(output)
+    for line in ({"step": 0, "knn_top1": 0.1}, failure, {"step": 1, "loss": 0.5}):
+        log.write(line)
+    log.flush()
+    again = MetricsLog(output)
+    again.flush()
+    assert read_metrics(output) == [failure]
+    assert again.failed_at == {190}
+
+
 def test_a_new_run_discards_old_metrics(tmp_path: Path) -> None:
     output = Place(str(tmp_path))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')

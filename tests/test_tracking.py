@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto import wandb_internal_pb2
 
 import raycl
-from raycl.config import RunConfig
+from raycl.config import RunConfig, active_settings, flat
 from raycl.config.overrides import config_to_yaml
 from raycl.config.schema import TrackingConfig
 from raycl.errors import ConfigError
@@ -73,7 +73,8 @@ def tracked(
     """Write the lines of a run with these steps."""
     opened = open_trackers(config, Place(str(output)), resume_step=resume_step)
     for step in steps:
-        others = {"time": 1.7e9, "num_steps": 9, "epoch": 0, "text": "a notice", "gap": float("nan")}
+        others = {"time": 1.7e9, "failed_at": 1_700_000_000, "num_steps": 9, "epoch": 0}
+        others |= {"text": "a notice", "gap": float("nan")}
         opened.write(step, {"step": step, "loss": 1 / step, **others})
     opened.close(finished=finished)
     assert opened.messages() == []
@@ -369,6 +370,30 @@ def test_a_server_that_refuses_the_settings_gets_one_run_and_its_settings_later(
     run, losses = logged_in(mlflow_folder, tmp_path / "run")  # the only one
     assert losses == [(1, 0.5)]
     assert run.data.params["recipe"] == "simclr"
+
+
+def test_settings_that_mlflow_lacks_are_added(
+    mlflow_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, output = run_of(mlflow=mlflow_folder), Place(str(tmp_path / "run"))
+    write = MlflowClient.log_batch
+
+    def refuse_second(self: MlflowClient, run: str, params: Any = (), **others: Any) -> None:
+        if "recipe" not in {each.key for each in params}:
+            raise OSError("try later")
+        write(self, run, params=params, **others)
+
+    monkeypatch.setattr("raycl.tracking.mlflow._MAX_PARAMS", 50)
+    with monkeypatch.context() as refusing:
+        refusing.setattr(MlflowClient, "log_batch", refuse_second)
+        with pytest.raises(OSError, match="try later"):
+            MlflowRun(config, output)
+    longer = raycl.override(config, {"stages.1.batch_size": 512, "workers": 4})
+    MlflowRun(longer, output).close(finished=True)
+    params = logged_in(mlflow_folder, tmp_path / "run")[0].data.params
+    assert params.keys() == flat(active_settings(longer)).keys()
+    assert params["stages.1.batch_size"] == "512"
+    assert params["workers"] == str(config.workers)  # MLflow never changes one
 
 
 def test_an_unreachable_server_is_reported_soon(tmp_path: Path) -> None:

@@ -329,6 +329,19 @@ def test_a_failed_recipe_ends_the_search_with_its_error(
         search.search(SIMCLR, output=place.uri, sources=[source], deadline=600.0, quiet=True)
 
 
+def test_the_runs_of_trials_lie_below_an_address_with_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = "?scheme=http&endpoint_override=127.0.0.1:9000"
+    outputs: list[str] = []
+
+    def remote(config: RunConfig, output: str, sources: Any) -> None:
+        outputs.append(output)
+
+    fake = SimpleNamespace(remote=lambda **_: lambda _: SimpleNamespace(remote=remote), get=lambda _: None)
+    monkeypatch.setattr("raycl.tuning.trial.ray", fake)
+    search.Runner(config=SIMCLR, sources=(), output=f"s3://bucket/tuned/trials{options}").run({}, 900, "2-1")
+    assert outputs == [f"s3://bucket/tuned/trials/2-1{options}"]
+
+
 @pytest.mark.parametrize(
     ("config", "shared"),
     [

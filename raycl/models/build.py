@@ -229,7 +229,7 @@ def save_towers(
 def load_tokenizer(uri: str) -> Tokenizer:
     """Read a ``tokenizer.json``, or the tokenizer of a run; raises ``StorageError`` or ``ConfigError``."""
     place = Place(uri)
-    if not uri.endswith(".json"):
+    if not place.name.endswith(".json"):
         place = place / TOKENIZER
     if not place.exists():
         raise StorageError(f"found no tokenizer at {place}; give a tokenizer.json, or the output of a run")

@@ -4,7 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, final
 
 from raycl.chain import CHAIN, sha256_of_files
@@ -162,7 +162,8 @@ def check_certificate(file: str, run: str | None = None) -> Certificate:
         if each.name in _OF_ROWS
     ]
     recomputed = [RecomputedStep(**each) for each in values["recomputed"]]
-    return Certificate(**_known(values) | {"run": output, "checks": checks, "recomputed": recomputed})
+    result = Certificate(**_known(values) | {"run": output, "checks": checks, "recomputed": recomputed})
+    return result if result.is_valid else replace(result, proves="")
 
 
 def _statement(

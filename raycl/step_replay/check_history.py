@@ -41,6 +41,7 @@ class ChainedHistory:
         self.links: list[dict[str, Any]] = []
         self.kept: list[dict[str, Any]] = []
         self.files: dict[str, str] = {}  # their hashes, of those that the chain binds
+        self._saved: list[str] = []
 
     def checks(self) -> Iterator[Check]:
         """Yield the checks of the chain, and if it is whole, of the files."""
@@ -63,6 +64,8 @@ class ChainedHistory:
 
     def _check_chain(self) -> str:
         output = self.run.output
+        # Before the chain: a run that still trains adds the link of a checkpoint first.
+        self._saved = complete_checkpoints(output)
         self.links = links = read_chain(output)
         if not links:
             raise DataError(f"the run has no {CHAIN}: an older version of raycl made it")
@@ -128,16 +131,16 @@ class ChainedHistory:
 
     def _check_checkpoints(self) -> str:
         bound = {link["name"]: link["state"] for link in self.links if link["kind"] == CHECKPOINT}
-        there = complete_checkpoints(self.run.output)
-        names = {name: f"{CHECKPOINTS}/{name}/{STATE}" for name in there}
-        found = sha256_of_files(self.run.output, names.values())
+        # Those that a run that still trains has not deleted since.
+        found = sha256_of_files(self.run.output, (f"{CHECKPOINTS}/{name}/{STATE}" for name in self._saved))
         self.files |= found
-        for name, path in names.items():
+        states = {path.split("/")[1]: value for path, value in found.items()}
+        for name, value in states.items():
             if name not in bound:
                 raise DataError(f"the run did not save the checkpoint {name}")
-            if found.get(path) != bound[name]:
+            if value != bound[name]:
                 raise DataError(f"the checkpoint {name} is not the one that the run saved")
-        return ", ".join(names) or "none is left"
+        return ", ".join(states) or "none is left"
 
 
 def _is_close(found: Any, value: float) -> bool:

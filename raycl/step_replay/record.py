@@ -51,12 +51,13 @@ class RecordedRun:
         """Whether no later rollback undid this step, made after so many rollbacks."""
         return step <= min(self.rollback_steps[rollbacks:], default=step)
 
-    def workers_between(self, first: int, last: int) -> set[int]:
-        """Return the numbers of workers of these steps by the logged steps within and next to them."""
+    def workers_between(self, first: int, last: int) -> set[tuple[int, int]]:
+        """Return the stages and the numbers of workers of these steps by the logged steps within and next to them."""
         lines = self.losses
         begin = max((number for number in lines if number <= first), default=first)
         end = min((number for number in lines if number >= last), default=last)
-        return {int(line["workers"]) for number, line in lines.items() if begin <= number <= end}
+        chosen = [line for number, line in lines.items() if begin <= number <= end]
+        return {(line.get("stage", 0), int(line["workers"])) for line in chosen}
 
 
 def read_record(run: str, *, data: Sequence[str] = ()) -> RecordedRun:

@@ -98,16 +98,17 @@ def _with_workers(run: RecordedRun, first: int, last: int, known: int | None) ->
 
     ``known`` is their number, if it is. Raises ``ConfigError`` if their number changed in between.
     """
-    config = run.config
-    seen = run.workers_between(first, last) if known is None else {known}
-    if config.min_workers is None and seen <= {config.workers_of(stage) for stage in config.stages}:
+    config, seen = run.config, run.workers_between(first, last)
+    is_configured = all(config.workers_of(config.stages[stage]) == workers for stage, workers in seen)
+    if known is None and config.min_workers is None and is_configured:
         return config
-    if len(seen) > 1:
+    numbers = {workers for _, workers in seen} if known is None else {known}
+    if len(numbers) > 1:
         raise ConfigError(
-            f"the steps {first:,} to {last:,} were made by {' and '.join(map(str, sorted(seen)))} workers, and one "
+            f"the steps {first:,} to {last:,} were made by {' and '.join(map(str, sorted(numbers)))} workers, and one "
             "process repeats one number; choose a step nearer to its checkpoint"
         )
-    workers = seen.pop() if seen else config.workers
+    workers = numbers.pop() if numbers else config.workers
     stages = tuple(stage.model_copy(update={"workers": None}) for stage in config.stages)
     return config.model_copy(update={"workers": workers, "min_workers": None, "stages": stages})
 

@@ -36,8 +36,7 @@ class MlflowRun:
             remember_run(output, "mlflow", address, known)
         self._run = known
         self._client.update_run(known, status="RUNNING")
-        if not self._client.get_run(known).data.params:
-            self._write_settings(config)
+        self._add_settings(config)
 
     def write(self, records: Sequence[MetricsRecord]) -> None:
         """Log the metrics of all records."""
@@ -63,9 +62,12 @@ class MlflowRun:
         run = self._client.create_run(experiment_id, run_name=output.name, tags={"output": output.uri})
         return run.info.run_id
 
-    def _write_settings(self, config: RunConfig) -> None:
-        settings = flat(active_settings(config)).items()
-        params = [Param(key, str(value)[:_MAX_PARAM_LENGTH]) for key, value in settings]
+    def _add_settings(self, config: RunConfig) -> None:
+        """Log the settings that MLflow lacks, such as new stages of a resumed run; it refuses to change others."""
+        known, settings = self._client.get_run(self._run).data.params, flat(active_settings(config))
+        params = [
+            Param(key, str(value)[:_MAX_PARAM_LENGTH]) for key, value in settings.items() if key not in known
+        ]
         for some in _parts(params, _MAX_PARAMS):
             self._client.log_batch(self._run, params=some)
 

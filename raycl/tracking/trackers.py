@@ -20,8 +20,8 @@ INTERVAL_S = 5.0
 MAX_WAITING = 10_000  # records of a tracker; some megabytes
 
 _EXTRAS = ("mlflow", "wandb")  # names of settings, packages and extras
-# Every tracker stores step and time beside the metrics, and the planned number of steps is not a curve.
-_AXES = ("step", "num_steps", "time")
+# Every tracker stores step and time beside the metrics; the planned number of steps and the time of a failure are not curves.
+_AXES = ("step", "num_steps", "time", "failed_at")
 
 
 @final

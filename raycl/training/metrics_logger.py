@@ -108,6 +108,7 @@ class MetricsLogger:
         # At the step of the checkpoint: a group that resumes from it later keeps the line.
         costs = {"lost_seconds": lost, "repeated_steps": repeated, "failed_at": int(failure.time)}
         self.write(resumed, {"event": FAILURE, "text": text, **costs})
+        self.flush()  # the driver forgets this failure if the group is lost, too
 
     def write_evaluation(self, position: Position, metrics: Mapping[str, float]) -> None:
         """Add a line of metrics and show it in the progress line at once."""

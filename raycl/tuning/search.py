@@ -164,15 +164,15 @@ def search(
             raise ConfigError(f"{run.output} holds an earlier search; give another --output")
         config = run.config
         connect_cluster(address, debug=debug)
-        trials = (run.output / "trials").uri
-        runner = Runner(config=config, sources=run.sources, output=trials)
+        trials = run.output / "trials"
+        runner = Runner(config=config, sources=run.sources, output=trials.uri)
         # Named by the time, since a search that is refused may be repeated.
         name = f"pace-{time.time():.0f}"
         pace = runner.run({}, PACE_STEPS * config.stages[0].batch_size, name)
         if why_inactive(config, "text.vocabulary_size") is None:
             # Each trial would train the same tokenizer.
             shared = config if config.counts_tokens else override(config, {"text.corpus": None})
-            shared = override(shared, {"text.tokenizer": f"{trials}/{name}/{TOKENIZER}"})
+            shared = override(shared, {"text.tokenizer": (trials / name / TOKENIZER).uri})
             runner = replace(runner, config=shared)
         rungs = plan_rungs(config, num_rows, pace, left_s())
         report(

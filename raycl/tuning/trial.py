@@ -12,6 +12,7 @@ from raycl.config import RunConfig
 from raycl.data.sources import Source
 from raycl.errors import DataError, RayclError
 from raycl.ray_runtime import unwrap_ray_errors
+from raycl.storage import Place
 from raycl.tuning.plan import ETA, Measured, trial_config
 
 
@@ -26,7 +27,7 @@ class Runner:
 
     def run(self, settings: Mapping[str, Any], samples: int, name: str) -> Measured:
         """Train the recipe with changed settings; raises raycl's errors."""
-        output = f"{self.output}/{name}"
+        output = (Place(self.output) / name).uri
         config = trial_config(self.config, settings, samples, output)
         # A task, since Ray uses its process again: only the first one imports torch. Outside the resources of the
         # trial, which has none.
