@@ -24,15 +24,10 @@ def check_type(name: str, value: object, kind: type, *, optional: bool = False) 
 
 
 def as_address(name: str, value: object) -> str:
-    """Return an address as text, with the home folder for ``~``.
-
-    Raises ``ConfigError`` for another type, or for an empty address, which would mean the working folder.
-    """
+    """Return an address as text, with the home folder for ``~``; raises ``ConfigError`` for another type."""
     if not isinstance(value, str | os.PathLike):
         raise ConfigError(f"{name} must be an address, came {type(value).__name__}; give text or a path")
     text = os.fspath(value)
-    if not text:
-        raise ConfigError(f"{name} is an empty address; give a file or a folder, such as . for the working folder")
     return text if "://" in text else os.path.expanduser(text)
 
 

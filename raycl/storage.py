@@ -372,8 +372,13 @@ def check_address(uri: str) -> None:
 
 
 def absolute(uri: str | os.PathLike[str]) -> str:
-    """Make a local path absolute: Ray's processes run in other folders."""
+    """Make a local path absolute: Ray's processes run in other folders.
+
+    Raises ``StorageError`` for an empty address, such as an unset variable of a shell.
+    """
     text = os.fspath(uri)
+    if not text:
+        raise StorageError("an address is empty; give a file or a folder, such as . for the working folder")
     # Unlike Path.expanduser, this leaves the name of an unknown user as it is.
     return text if "://" in text else str(Path(os.path.expanduser(text)).absolute())
 

@@ -90,8 +90,6 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
         "no",
         "gpu must be True or False, came 'no'",
     ),
-    "empty output": (lambda given: raycl.mine("a", "b", given), "", "output is an empty address; give a file"),
-    "empty data": (lambda given: raycl.run_doctor(data=given), "", "data is an empty address; give a file"),
     "output of mine": (lambda given: raycl.mine("a", "b", given), 5, "output must be an address, came int"),
     "number of negatives": (
         lambda given: raycl.mine("a", "b", "c", num_negatives=given),

@@ -41,6 +41,8 @@ REFUSED = {
     f"{TRAIN} --data s3://": "cannot use the address 's3://': it has no bucket; give a local path or s3://",
     f"{TRAIN} --data s3:///digits": "it has no bucket",
     f"{TRAIN} --data missing": "there is nothing at",
+    f"{TRAIN} --data=": "an address is empty; give a file or a folder, such as . for the working folder",
+    f"{DIGITS} --output=": "an address is empty",
     f"{DIGITS} --output hdfs://here/x": "raycl does not support hdfs://",
     f"{DIGITS} --output s3:///x": "it has no bucket",
     f"{DIGITS} --output earlier": "holds an earlier run",
