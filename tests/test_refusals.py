@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import raycl
-from raycl.config.overrides import config_to_yaml
+from raycl.config.overrides import config_to_yaml, override
 from raycl.data.columns import ColumnNames
 from raycl.data.discovery import check_output_is_outside, find_source
 from raycl.data.sources import Source
@@ -24,7 +24,8 @@ from raycl.errors import ConfigError, DataError, RayclError
 from raycl.evaluation.classification import evaluate
 from raycl.gpus import accelerators, are_missing, check_accelerator, check_bfloat16
 from raycl.recipes import recipe
-from raycl.training.launch import _report_skipped, train
+from raycl.storage import Place
+from raycl.training.launch import _check_length, _report_skipped, train
 from raycl.training.preflight import check_negatives, check_pairs, column_names
 from tests.images import encode, write_digits
 
@@ -318,3 +319,15 @@ def test_a_run_says_which_files_and_labels_it_ignores() -> None:
     run.corpus, lines[:] = replace(source, uri="documents", ignored_label=""), []
     _report_skipped(data, run, lines.append)
     assert "files not read in documents: 2 .md" in lines
+
+
+def test_a_run_is_not_resumed_with_fewer_steps_than_it_has_made(tmp_path: Path) -> None:
+    output, config = Place(str(tmp_path)), recipe("simclr", image_size=32)
+    two_epochs = override(config, {"stages.0.epochs": 2, "stages.0.batch_size": 32})
+    _check_length(two_epochs, output, [100])
+    (output / "checkpoints/step-00000006/state.pt").write_text("")
+    _check_length(two_epochs, output, [100])
+    with pytest.raises(
+        ConfigError, match="has made 6 steps, and --resume would train for 3; repeat its --epochs"
+    ):
+        _check_length(override(two_epochs, {"stages.0.epochs": 1}), output, [100])

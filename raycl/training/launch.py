@@ -13,13 +13,15 @@ from raycl.config import RunConfig
 from raycl.data.fingerprint import fingerprint_of_blocks
 from raycl.data.sources import Source
 from raycl.display import Displayable, Table
-from raycl.errors import RayclError, RunError, StoppedError, StorageError
+from raycl.errors import ConfigError, RayclError, RunError, StoppedError, StorageError
 from raycl.models.build import build_towers
 from raycl.progress import ProgressLine, rows_read
 from raycl.ray_runtime import connect_cluster, unwrap_ray_errors
 from raycl.records import failures, write_result
+from raycl.storage import Place
 from raycl.tokenization import Tokenizer, Vocabulary
 from raycl.training.banks import open_bank, open_miner
+from raycl.training.checkpoint import saved_steps
 from raycl.training.coordinator import rows_in, start_coordinator
 from raycl.training.data_module import DataModule, known_tokenizer
 from raycl.training.driver import GracefulShutdown, Printer, check_cluster, train_in_groups
@@ -35,6 +37,7 @@ from raycl.training.preflight import (
     save_run_files,
     validate_run,
 )
+from raycl.training.stages import stage_plans
 from raycl.training.transforms import build_transform
 
 NOTABLE_LEAKAGE = 0.05  # encoders that cannot use the leak reach up to 0.04
@@ -240,6 +243,8 @@ def _read_data(run: ValidatedRun, data: DataModule, coordinator: Any, *, quiet: 
         num_train[each.name] = data.num_train_expected() if streamed else rows.num_train
     data.check_classes(decoded)
     check_sizes(config, num_train)
+    if not streamed:  # a stream may have a few more rows than expected
+        _check_length(config, run.output, list(num_train.values()))
     has_slots = config.negatives.has_slots
     needs_ids = has_slots or (streamed and config.negatives.mined.num > 0)
     sample_id = data.sample_ids(decoded) if needs_ids else None
@@ -262,6 +267,17 @@ def _read_data(run: ValidatedRun, data: DataModule, coordinator: Any, *, quiet: 
         corpus_fingerprint=data.corpus_fingerprint,
         guide=None if guide is None else ray.put(guide),
     )
+
+
+def _check_length(config: RunConfig, output: Place, num_train: Sequence[int]) -> None:
+    """Refuse to resume with fewer steps than the run has made: its log would contradict its settings."""
+    made = max(saved_steps(output), default=0)
+    planned = sum(plan.num_steps for plan in stage_plans(config, num_train=num_train))
+    if made > planned:
+        raise ConfigError(
+            f"the run has made {made:,} steps, and --resume would train for {planned:,}; repeat its --epochs or --steps, "
+            "or give more"
+        )
 
 
 @contextlib.contextmanager
