@@ -343,7 +343,7 @@ def built(config: RunConfig) -> Any:
     if config.key == "momentum_encoder":
         parts["momentum"] = [momentum_schedule(config, plans)(step) for step in (0, 500)]
     if config.negatives.store != "none" and config.bank.location == "actor":
-        spec = bank_spec(config, output="", name="bank", num_samples=num_samples)
+        spec = bank_spec(config, output="run", name="bank", num_samples=num_samples)
         parts["bank"] = dataclasses.replace(spec, momentum=0.0) if spec.kind == "queue" else spec
         if num_samples is not None:
             with patch.object(MemoryBankClient, "__init__", keep_settings):

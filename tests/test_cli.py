@@ -272,7 +272,10 @@ def test_settings_of_the_optimizer_of_small_images_are_judged_by_the_size_of_the
         planned(224)
 
 
-@pytest.mark.parametrize("name", ["simclr", "moco_v2", "supcon", "instance_discrimination"])
+_WITH_WIDE_HEAD = ("simclr", "dcl", "sogclr", "supcon")
+
+
+@pytest.mark.parametrize("name", [*_WITH_WIDE_HEAD, "nnclr", "moco_v2", "moco_v1", "instance_discrimination"])
 def test_small_images_get_a_small_encoder_without_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raycl.cli.plan.cpu_has_bfloat16", lambda: False)
     notes: list[str] = []
@@ -284,16 +287,17 @@ def test_small_images_get_a_small_encoder_without_a_gpu(name: str, monkeypatch: 
         return plan.config
 
     on_cpu, papers = planned(), recipe(name, image_size=32)
-    with_muon = name in ("simclr", "moco_v2")
+    with_muon = name not in ("moco_v1", "instance_discrimination")
     encoder = (on_cpu.encoder.name, on_cpu.encoder.stem, on_cpu.encoder.width, on_cpu.encoder.whitening)
     assert encoder == ("resnet10", "half", 0.5, 3.0 if with_muon else None)
     assert on_cpu.augment.crop_scale == (0.2, 1.0)
     assert (on_cpu.optimizer.name == "muon") == with_muon
     assert (on_cpu.stages == papers.stages) != with_muon
     head = papers.projection_head
-    assert on_cpu.projection_head.hidden_dim == (1_024 if name == "simclr" else None)
+    assert on_cpu.projection_head.hidden_dim == (1_024 if name in _WITH_WIDE_HEAD else head.hidden_dim)
     if with_muon:
-        assert on_cpu.stages[0].learning_rate == (0.04 if name == "simclr" else 0.02)
+        rates = {"learning_rate": 0.02 if name == "moco_v2" else 0.04, "learning_rate_scaling": "square_root"}
+        assert on_cpu.stages[0] == papers.stages[0].model_copy(update=rates)
     kept = {"encoder": papers.encoder, "augment": papers.augment, "projection_head": head}
     papers_optimizer = {"optimizer": papers.optimizer, "stages": papers.stages}
     assert on_cpu.model_copy(update=kept | papers_optimizer) == papers
