@@ -361,6 +361,17 @@ def test_a_file_on_s3_has_the_same_rows(ending: str, tmp_path: Path, s3_server: 
     ][7:18]
 
 
+@pytest.mark.parametrize("name", ["run#1", "my data", "données"])
+def test_a_delta_table_on_s3_may_have_any_letters_in_its_address(
+    name: str, tmp_path: Path, s3_server: str
+) -> None:
+    local = write_rows(tmp_path / "rows.delta", [{"text": "a"}])
+    place = Place(f"s3://{BUCKET}/{tmp_path.name}/{name}/rows.delta")
+    for each in filter(Path.is_file, local.rglob("*")):
+        (place / each.relative_to(local).as_posix()).write_bytes(each.read_bytes())
+    assert read(find_source(place.uri, TEXTS))["text"] == [b"a"]
+
+
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), ending=st.sampled_from(INSTALLED), num_rows=st.integers(1, 30))
 def test_any_range_of_rows_is_the_same_as_in_parquet(
