@@ -139,6 +139,20 @@ def test_texts_of_every_type_and_compression_are_read(
     assert read(find_source(str(tmp_path / "rows.arrow"), TEXTS))["text"] == expected
 
 
+def test_categories_of_string_views_are_read_as_texts_ids_and_paths(tmp_path: Path) -> None:
+    names = ["a.png", "b.png", "a.png"]
+    for name in names:
+        (tmp_path / name).write_bytes(name.encode())
+    views = pa.array(names[:2]).cast(pa.string_view())
+    kinds = {"views": pa.DictionaryArray.from_arrays(pa.array([0, 1, 0], pa.uint32()), views), "texts": names}
+    columns = ColumnNames(caption="caption")
+    for kind, values in kinds.items():
+        roles = ("image", "caption", "label", "sample_id")
+        write_arrow(tmp_path / f"{kind}.arrow", pa.table(dict.fromkeys(roles, values)))
+    found, expected = (find_source(str(tmp_path / f"{kind}.arrow"), columns) for kind in kinds)
+    assert read(found) == read(expected)
+
+
 def test_texts_that_are_not_utf8_are_invalid_rows(tmp_path: Path) -> None:
     text = pa.array([b"fine", b"caf\xe9"]).view(pa.string())
     write_arrow(tmp_path / "rows.arrow", pa.table({"text": text}))
