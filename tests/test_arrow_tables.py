@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import ipc
 
+from raycl.data.arrow_tables import unread_files
 from raycl.data.columns import ColumnNames
 from raycl.data.discovery import find_source
 from raycl.errors import DataError
@@ -109,6 +110,13 @@ def test_a_data_set_in_splits_is_refused_with_the_folders_to_give(tmp_path: Path
         with pytest.raises(DataError, match="2 splits; give --data .*/all/test or --data .*/all/train$"):
             find_source(str(given), TEXTS)
     assert find_source(str(tmp_path / "all" / "train"), TEXTS).num_rows == 1
+
+
+def test_the_folders_to_give_keep_the_options_of_an_address() -> None:
+    files = ["dataset_dict.json", "test/data.arrow", "train/data.arrow"]
+    given = r"--data 's3://bucket/my all/test\?region=x' or --data 's3://bucket/my all/train\?region=x'$"
+    with pytest.raises(DataError, match=given):
+        unread_files("s3://bucket/my all?region=x", files)
 
 
 @pytest.mark.parametrize("ending", ["arrow", "feather"])
