@@ -29,7 +29,7 @@ from raycl.data.click_logs import is_clicked, labels_as_given
 from raycl.data.codecs import Formats
 from raycl.data.columns import ColumnNames, UnlabeledColumnNames
 from raycl.data.decode import Decoder
-from raycl.data.discovery import check_exists, find_source
+from raycl.data.discovery import check_exists, check_no_splits, find_source
 from raycl.data.fingerprint import fingerprint
 from raycl.data.ids import IdFormat
 from raycl.data.images import ImageFormat
@@ -780,6 +780,17 @@ def test_a_column_that_only_the_names_of_folders_hold_is_refused(
         write_rows(file, [{"query": "a", "document": "a", name: 1}])
     if name != "document":
         assert find_source(str(log), columns).num_rows == 2
+
+
+def test_tables_in_folders_of_splits_are_refused_unless_a_pattern_names_them(tmp_path: Path) -> None:
+    for split in ("train", "Test"):
+        write_rows(tmp_path / split / "rows.csv", [{"text": split}])
+    with pytest.raises(DataError, match="in 2 splits; give --data .*/Test or --data .*/train$"):
+        check_no_splits(find_source(str(tmp_path), TEXTS))
+    for name in ("train", "{train,Test}/rows.csv"):
+        check_no_splits(find_source(f"{tmp_path}/{name}", TEXTS))
+    write_rows(tmp_path / "more" / "rows.csv", [{"text": "more"}])
+    check_no_splits(find_source(str(tmp_path), TEXTS))
 
 
 def test_empty_parts_of_jsonl_have_no_rows(tmp_path: Path) -> None:

@@ -94,11 +94,14 @@ def _real(uri: str) -> str:
 
 
 def check_no_splits(source: Source) -> None:
-    """Raise ``DataError`` if the class folders of images are splits, such as train and test."""
-    if source.kind == "folder" and source.classes and {name.lower() for name in source.classes} <= _SPLITS:
-        folders = (shlex.quote((Place(source.uri) / split).uri) for split in source.classes)
+    """Raise ``DataError`` if a folder holds splits, such as train and test; a pattern may name files of several."""
+    of_files = {each.file.partition("/")[0] for each in source.fragments}
+    splits = source.classes or () if source.kind == "folder" else sorted(of_files)
+    are_splits = len(splits) > 1 and {name.lower() for name in splits} <= _SPLITS
+    if are_splits and not is_pattern(source.uri):
+        folders = (shlex.quote((Place(source.uri) / split).uri) for split in splits)
         given = " or ".join(f"--data {folder}" for folder in folders)
-        raise DataError(f"{source.uri} holds a data set in {len(source.classes)} splits; give {given}")
+        raise DataError(f"{source.uri} holds a data set in {len(splits)} splits; give {given}")
 
 
 def existing(uri: str) -> Place:
