@@ -321,6 +321,15 @@ def test_the_options_of_an_address_are_no_wildcards(s3_server: str) -> None:
         find_source(f"s3://{BUCKET}/missing?region=us-east-1", TEXTS)
 
 
+def test_a_pattern_on_s3_has_the_escapes_of_other_addresses(tmp_path: Path, s3_server: str) -> None:
+    folder = f"s3://{BUCKET}/{tmp_path.name}"
+    for name in "ab":
+        (Place(folder) / f"50% {name}?.csv").write_text("text\nx\n")
+    for name, num_rows in (("50%25 a%3F.csv", 1), ("50%25%20{a,b}%3F.csv", 2)):
+        check_exists(f"{folder}/{name}")
+        assert find_source(f"{folder}/{name}", TEXTS).num_rows == num_rows
+
+
 def test_the_files_of_a_pattern_have_the_rows_and_ids_of_a_folder_of_them(
     tmp_path: Path, s3_server: str
 ) -> None:

@@ -67,7 +67,7 @@ def check_exists(uri: str) -> None:
         return
     root = Place(folder_of(uri))
     with ThreadPoolExecutor(8) as pool:
-        for place in pool.map(lambda file: existing((root / file).uri), expand(uri)):
+        for place in pool.map(lambda file: _existing(root / file), expand(uri)):
             if place.is_folder():
                 raise DataError(
                     f"{place} is a folder, but the pattern {uri} must name files; give the folder"
@@ -106,8 +106,11 @@ def check_no_splits(source: Source) -> None:
 
 def existing(uri: str) -> Place:
     """Return the place of a dataset; raises ``DataError`` if nothing is there."""
-    uri = absolute(uri)
-    place = Place(uri)
+    return _existing(Place(absolute(uri)))
+
+
+def _existing(place: Place) -> Place:
+    uri = place.uri
     if not place.exists():
         if set("*?[") & set(uri.partition("?")[0] if "://" in uri else uri):
             raise DataError(
