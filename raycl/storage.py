@@ -115,7 +115,8 @@ class Place:
                 "aws_endpoint": endpoint,
                 "aws_allow_http": str(endpoint.startswith("http://")).lower(),
             }
-        return Place(self._split()[0], self.path).uri, options
+        address = self._split()[0].replace("#", "%23")  # a URL would end there; other letters are escaped
+        return Place(address, self.path).uri, options
 
     def exists(self) -> bool:
         """Whether a file or folder exists."""

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import ipc
 
+from raycl.data.arrow_tables import unread_files
 from raycl.data.columns import ColumnNames
 from raycl.data.discovery import find_source
 from raycl.errors import DataError
@@ -111,6 +112,13 @@ def test_a_data_set_in_splits_is_refused_with_the_folders_to_give(tmp_path: Path
     assert find_source(str(tmp_path / "all" / "train"), TEXTS).num_rows == 1
 
 
+def test_the_folders_to_give_keep_the_options_of_an_address() -> None:
+    files = ["dataset_dict.json", "test/data.arrow", "train/data.arrow"]
+    given = r"--data 's3://bucket/my all/test\?region=x' or --data 's3://bucket/my all/train\?region=x'$"
+    with pytest.raises(DataError, match=given):
+        unread_files("s3://bucket/my all?region=x", files)
+
+
 @pytest.mark.parametrize("ending", ["arrow", "feather"])
 def test_class_names_may_be_dictionaries_that_differ_between_batches(ending: str, tmp_path: Path) -> None:
     names = [f"class {row // 7}" for row in range(40)]
@@ -137,6 +145,20 @@ def test_texts_of_every_type_and_compression_are_read(
         writer.write_table(table, 3)
     expected = [b"a", None] * 5 if not pa.types.is_list(text) else [[b"a", b"b"], None] * 5
     assert read(find_source(str(tmp_path / "rows.arrow"), TEXTS))["text"] == expected
+
+
+def test_categories_of_string_views_are_read_as_texts_ids_and_paths(tmp_path: Path) -> None:
+    names = ["a.png", "b.png", "a.png"]
+    for name in names:
+        (tmp_path / name).write_bytes(name.encode())
+    views = pa.array(names[:2]).cast(pa.string_view())
+    kinds = {"views": pa.DictionaryArray.from_arrays(pa.array([0, 1, 0], pa.uint32()), views), "texts": names}
+    columns = ColumnNames(caption="caption")
+    for kind, values in kinds.items():
+        roles = ("image", "caption", "label", "sample_id")
+        write_arrow(tmp_path / f"{kind}.arrow", pa.table(dict.fromkeys(roles, values)))
+    found, expected = (find_source(str(tmp_path / f"{kind}.arrow"), columns) for kind in kinds)
+    assert read(found) == read(expected)
 
 
 def test_texts_that_are_not_utf8_are_invalid_rows(tmp_path: Path) -> None:

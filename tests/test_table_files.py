@@ -29,7 +29,7 @@ from raycl.data.click_logs import is_clicked, labels_as_given
 from raycl.data.codecs import Formats
 from raycl.data.columns import ColumnNames, UnlabeledColumnNames
 from raycl.data.decode import Decoder
-from raycl.data.discovery import check_exists, find_source
+from raycl.data.discovery import check_exists, check_no_splits, find_source
 from raycl.data.fingerprint import fingerprint
 from raycl.data.ids import IdFormat
 from raycl.data.images import ImageFormat
@@ -321,6 +321,15 @@ def test_the_options_of_an_address_are_no_wildcards(s3_server: str) -> None:
         find_source(f"s3://{BUCKET}/missing?region=us-east-1", TEXTS)
 
 
+def test_a_pattern_on_s3_has_the_escapes_of_other_addresses(tmp_path: Path, s3_server: str) -> None:
+    folder = f"s3://{BUCKET}/{tmp_path.name}"
+    for name in "ab":
+        (Place(folder) / f"50% {name}?.csv").write_text("text\nx\n")
+    for name, num_rows in (("50%25 a%3F.csv", 1), ("50%25%20{a,b}%3F.csv", 2)):
+        check_exists(f"{folder}/{name}")
+        assert find_source(f"{folder}/{name}", TEXTS).num_rows == num_rows
+
+
 def test_the_files_of_a_pattern_have_the_rows_and_ids_of_a_folder_of_them(
     tmp_path: Path, s3_server: str
 ) -> None:
@@ -359,6 +368,17 @@ def test_a_file_on_s3_has_the_same_rows(ending: str, tmp_path: Path, s3_server: 
     assert [row for rows in found.read(fragment) for row in rows.values["caption"]] == read(expected)[
         "caption"
     ][7:18]
+
+
+@pytest.mark.parametrize("name", ["run#1", "my data", "données"])
+def test_a_delta_table_on_s3_may_have_any_letters_in_its_address(
+    name: str, tmp_path: Path, s3_server: str
+) -> None:
+    local = write_rows(tmp_path / "rows.delta", [{"text": "a"}])
+    place = Place(f"s3://{BUCKET}/{tmp_path.name}/{name}/rows.delta")
+    for each in filter(Path.is_file, local.rglob("*")):
+        (place / each.relative_to(local).as_posix()).write_bytes(each.read_bytes())
+    assert read(find_source(place.uri, TEXTS))["text"] == [b"a"]
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -769,6 +789,17 @@ def test_a_column_that_only_the_names_of_folders_hold_is_refused(
         write_rows(file, [{"query": "a", "document": "a", name: 1}])
     if name != "document":
         assert find_source(str(log), columns).num_rows == 2
+
+
+def test_tables_in_folders_of_splits_are_refused_unless_a_pattern_names_them(tmp_path: Path) -> None:
+    for split in ("train", "Test"):
+        write_rows(tmp_path / split / "rows.csv", [{"text": split}])
+    with pytest.raises(DataError, match="in 2 splits; give --data .*/Test or --data .*/train$"):
+        check_no_splits(find_source(str(tmp_path), TEXTS))
+    for name in ("train", "{train,Test}/rows.csv"):
+        check_no_splits(find_source(f"{tmp_path}/{name}", TEXTS))
+    write_rows(tmp_path / "more" / "rows.csv", [{"text": "more"}])
+    check_no_splits(find_source(str(tmp_path), TEXTS))
 
 
 def test_empty_parts_of_jsonl_have_no_rows(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 import posixpath
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import final
@@ -81,7 +82,7 @@ def unread_files(uri: str, files: Sequence[str]) -> set[str]:
         if name == "dataset_dict.json":
             saved = {*listed, *with_arrow_files} - {""}
             splits = sorted(each for each in saved if posixpath.dirname(each) == folder)
-            given = " or ".join(f"--data {uri.rstrip('/')}/{split}" for split in splits)
+            given = " or ".join(f"--data {shlex.quote((Place(uri) / split).uri)}" for split in splits)
             if splits:
                 raise DataError(f"{uri} holds a data set in {len(splits)} splits; give {given}")
     if missing := set[str]().union(*listed.values()).difference(files):

@@ -51,6 +51,11 @@ def list_lengths(column: Any) -> NDArray[np.int64]:
     return np.diff(column.offsets.to_numpy()).astype(np.int64)
 
 
+def bytes_of_text(kind: pa.DataType) -> pa.DataType:
+    """Return the type of the bytes of texts. Categories stay ones: Arrow cannot decode those of string views."""
+    return pa.dictionary(kind.index_type, pa.binary()) if pa.types.is_dictionary(kind) else pa.binary()
+
+
 def to_numpy(column: pa.Array) -> NDArray[Any]:
     """Copy a column of numbers, so that torch may use its memory."""
     return column.to_numpy(zero_copy_only=False, writable=True)

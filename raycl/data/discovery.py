@@ -67,7 +67,7 @@ def check_exists(uri: str) -> None:
         return
     root = Place(folder_of(uri))
     with ThreadPoolExecutor(8) as pool:
-        for place in pool.map(lambda file: existing((root / file).uri), expand(uri)):
+        for place in pool.map(lambda file: _existing(root / file), expand(uri)):
             if place.is_folder():
                 raise DataError(
                     f"{place} is a folder, but the pattern {uri} must name files; give the folder"
@@ -94,17 +94,23 @@ def _real(uri: str) -> str:
 
 
 def check_no_splits(source: Source) -> None:
-    """Raise ``DataError`` if the class folders of images are splits, such as train and test."""
-    if source.kind == "folder" and source.classes and {name.lower() for name in source.classes} <= _SPLITS:
-        folders = (shlex.quote((Place(source.uri) / split).uri) for split in source.classes)
+    """Raise ``DataError`` if a folder holds splits, such as train and test; a pattern may name files of several."""
+    of_files = {each.file.partition("/")[0] for each in source.fragments}
+    splits = source.classes or () if source.kind == "folder" else sorted(of_files)
+    are_splits = len(splits) > 1 and {name.lower() for name in splits} <= _SPLITS
+    if are_splits and not is_pattern(source.uri):
+        folders = (shlex.quote((Place(source.uri) / split).uri) for split in splits)
         given = " or ".join(f"--data {folder}" for folder in folders)
-        raise DataError(f"{source.uri} holds a data set in {len(source.classes)} splits; give {given}")
+        raise DataError(f"{source.uri} holds a data set in {len(splits)} splits; give {given}")
 
 
 def existing(uri: str) -> Place:
     """Return the place of a dataset; raises ``DataError`` if nothing is there."""
-    uri = absolute(uri)
-    place = Place(uri)
+    return _existing(Place(absolute(uri)))
+
+
+def _existing(place: Place) -> Place:
+    uri = place.uri
     if not place.exists():
         if set("*?[") & set(uri.partition("?")[0] if "://" in uri else uri):
             raise DataError(

@@ -13,7 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from raycl.data.codecs import to_numpy
+from raycl.data.codecs import bytes_of_text, to_numpy
 from raycl.errors import InvalidValueError, StorageError
 from raycl.storage import Place
 
@@ -198,7 +198,7 @@ def stored_images(
         contents, paths = fields["bytes"].to_pylist(), fields["path"]
     else:
         contents, paths = [None] * len(column), column
-    names = paths.cast(pa.binary()).to_pylist()  # text that is not UTF-8 must not stop the read
+    names = paths.cast(bytes_of_text(paths.type)).to_pylist()  # text that is not UTF-8 must not stop the read
     with ThreadPoolExecutor(8) as pool:
         return list(pool.map(lambda image, name: _bytes_or_file(image, name, folder), contents, names))
 

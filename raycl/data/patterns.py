@@ -1,6 +1,7 @@
 """Addresses with braces, as WebDataset's users write them: ``shard-{000..127}.tar``, ``{a,b}.parquet``."""
 
 import re
+from urllib.parse import unquote
 
 from raycl.errors import DataError
 
@@ -40,7 +41,7 @@ def expand(uri: str) -> list[str]:
         elif "{" in name or "}" in name:
             raise DataError(f"the pattern {uri} has a brace without its counterpart; write {FORMS}")
         else:
-            names.add(name)
+            names.add(unquote(name) if "://" in uri else name)
         if len(names) + len(waiting) > MAX_FILES:
             raise DataError(
                 f"the pattern {uri} has more than {MAX_FILES:,} files; give the folder of the files"

@@ -13,6 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from raycl.data.arrow_tables import ArrowTables
+from raycl.data.codecs import bytes_of_text
 from raycl.data.columns import ColumnNames, is_list, is_text
 from raycl.data.csv_tables import CsvTables
 from raycl.data.ids import content_ids, stable_ids
@@ -245,8 +246,6 @@ def values_of(table: pa.Table, columns: ColumnNames, folder: Place | None = None
 def plain_values(column: pa.ChunkedArray) -> list[Any]:
     """Return the values; texts become bytes, since they may not be UTF-8."""
     kind = column.type
-    if pa.types.is_dictionary(kind):
-        column, kind = column.cast(kind.value_type), kind.value_type
     if is_list(kind) and is_text(kind.value_type):
-        return column.cast(pa.list_(pa.binary())).to_pylist()
-    return (column.cast(pa.binary()) if is_text(kind) else column).to_pylist()
+        return column.cast(pa.list_(bytes_of_text(kind.value_type))).to_pylist()
+    return (column.cast(bytes_of_text(kind)) if is_text(kind) else column).to_pylist()
