@@ -16,7 +16,7 @@ from raycl.data.click_logs import group_source, grouped_columns
 from raycl.data.columns import ColumnNames, UnlabeledColumnNames, check_labels, is_text
 from raycl.data.decode import map_fragments
 from raycl.data.discovery import check_no_splits, check_output_is_outside, find_source
-from raycl.data.ids import is_missing, stable_id
+from raycl.data.ids import is_missing, stable_id, why_invalid
 from raycl.data.images import InvalidImageError, stored_images
 from raycl.data.labels import NO_LABEL
 from raycl.data.read_stats import ReadStats
@@ -252,7 +252,7 @@ def gather_texts(data: str, output: str, *, group: str, text: str = "text") -> G
 
     A run of ``simcse`` then takes two texts of a row as two views. Rows without a group are skipped, and
     so are groups of a single text. This process reads all texts. Raises ``DataError`` for a missing
-    column, or if no row remains.
+    column, for a group that is a float and may have lost digits, or if no row remains.
     """
     check_output_is_outside(output, [data])
     with writing_new(output, is_file=True) as place:
@@ -265,6 +265,8 @@ def gather_texts(data: str, output: str, *, group: str, text: str = "text") -> G
             for name, value in zip(plain_values(table[group]), plain_values(table[text]), strict=True):
                 if is_missing(name):
                     continue
+                if cause := why_invalid(name):  # which would merge different groups
+                    raise DataError(f"{data} has an {cause} in {group!r}; give groups as integers or text")
                 try:
                     valid = read_text(value)
                 except InvalidTextError:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -682,6 +683,16 @@ def test_a_bank_that_does_not_answer_is_named_with_the_ways_to_remove_it(
     with pytest.raises(RunError, match=message) as error:
         start._stop_predecessor(a_spec("queue", tmp_path))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("error", [RunError("it does not answer"), ConfigError("there is no bank 'bank'")])
+def test_a_bank_that_ends_while_it_is_asked_does_not_keep_another_from_starting(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = iter([["bank"], []])
+    monkeypatch.setattr(start, "list_banks", lambda: next(listed))
+    monkeypatch.setattr(start, "connect_bank", Mock(side_effect=error))
+    start._stop_predecessor(a_spec("queue", tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["queue", "memory_bank"])

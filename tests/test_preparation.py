@@ -49,6 +49,12 @@ def test_texts_without_a_group_form_no_row(groups: pa.Array, tmp_path: Path) -> 
     assert rows_gathered_from(tmp_path, groups, pa.array(["a", "b", "c", "d", "e"])) == ([["a", "d"]], 0)
 
 
+def test_groups_that_may_have_lost_digits_as_floats_are_refused(tmp_path: Path) -> None:
+    groups = pa.array([2.0**53, 2.0**53 + 1, None])  # as pandas writes integers beside a missing one
+    with pytest.raises(DataError, match="has an id of 2\\^53 or more as float in 'about'; give groups as"):
+        rows_gathered_from(tmp_path, groups, pa.array(["a", "b", "c"]))
+
+
 @pytest.mark.parametrize("group", [b"x", b"caf\xe9"])
 def test_a_text_that_is_not_utf8_is_counted_and_the_others_are_gathered(group: bytes, tmp_path: Path) -> None:
     texts = pa.array([b"a", b"caf\xe9", b"c", None, b" "], pa.binary()).view(pa.string())

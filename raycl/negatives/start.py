@@ -77,7 +77,9 @@ def _stop_predecessor(spec: BankSpec) -> None:
         return
     try:
         holder = connect_bank(spec.name)
-    except RunError as error:
+    except (ConfigError, RunError) as error:
+        if spec.name not in list_banks():  # it has ended since
+            return
         raise RunError(
             f"a bank {spec.name!r} exists and does not answer; wait until it has started, end its actors (in the namespace "
             f"{NAMESPACE!r}, from {spec.actor_name(0)!r} on) with ray.kill if its run has ended, or set bank.name to another name"
