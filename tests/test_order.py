@@ -1,6 +1,7 @@
 """The order of rows in an epoch: equal batches for any number of workers, and buckets of similar lengths."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -260,7 +261,8 @@ def test_a_local_reader_yields_every_batch_of_a_worker_or_of_all(
 ) -> None:
     tables = [table_of(ids) for ids in np.split(np.arange(num_rows), [50, 51, 51, 140])]
     reader = LocalReader(num_rows=list(map(len, tables)), load=tables.__getitem__)
-    stream = replace(stream_of(shuffle_buffer_size=40), local=reader, open_epoch=lambda *_: (range(5), 0))
+    opened: dict[Any, Any] = {(1, 0): (range(5), 0)}
+    stream = replace(stream_of(shuffle_buffer_size=40), local=reader, open_epoch=lambda *given: opened[given])
     steps = [step for window in plain_windows(num_rows, num_workers)[first:] for step in window]
     for share in shards(num_workers):
         found = [batch.sample_id.tolist() for batch in stream.epoch_batches(share, epoch=1, start=3 * first)]
@@ -268,9 +270,12 @@ def test_a_local_reader_yields_every_batch_of_a_worker_or_of_all(
     whole = replace(shards(num_workers)[-1], is_whole=True)
     found = [batch.sample_id.tolist() for batch in stream.epoch_batches(whole, epoch=1, start=3 * first)]
     assert found == [[row for part in step for row in part] for step in steps]
+    assert stream.grouped_fraction == 0
     # Each window of 36 rows has six rows of each class.
     grouped = replace(stream, samples_per_class=3)
-    assert len([*grouped.epoch_batches(whole, epoch=1)]) == num_rows // BATCH_SIZE
+    batches = [*grouped.epoch_batches(whole, epoch=1)]
+    assert len(batches) == num_rows // BATCH_SIZE
+    assert {count for batch in batches for count in Counter(batch.label.tolist()).values()} == {3}
     assert grouped.grouped_fraction == 1
 
 
