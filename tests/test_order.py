@@ -405,6 +405,42 @@ def test_a_resumed_epoch_and_the_one_read_ahead_begin_at_windows_of_their_own(
     assert (reads[6:], len(killed)) == ([(5, 0, "epoch 5", 0)], 3)
 
 
+@pytest.mark.parametrize("hook", ["", "raycl.hook", "theirs.hook"])
+def test_only_the_first_worker_starts_calls_and_ends_the_actor_of_all(
+    hook: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actors, reads, killed, settings = list[Any](), list[int](), list[Any](), list[Any]()
+
+    def start(cutter: Any) -> Any:
+        read = Remote(lambda epoch, *_: reads.append(epoch))
+        window = Remote(lambda rank, epoch, number: None if number else [f"{rank} of {epoch}", 0])
+        actors.append(SimpleNamespace(read=read, window=window))
+        return actors[-1]
+
+    def helper_actor(_: Any, **options: Any) -> Remote:
+        settings.append(options.get("runtime_env"))
+        return Remote(start)
+
+    def broadcast(actor: Any) -> Any:
+        assert (actor is None) == bool(rank)
+        return actors[-1]
+
+    monkeypatch.setenv(windows.HOOK, hook)
+    monkeypatch.setattr(windows, "ray", SimpleNamespace(get=lambda found: found, kill=killed.append))
+    monkeypatch.setattr(windows, "helper_actor", helper_actor)
+    monkeypatch.setattr(windows, "broadcast_from_rank_zero", broadcast)
+    readers, shares = [StreamReader(), StreamReader()], shards(2)
+    cutter = stream_of(shuffle_buffer_size=40).cutter(shares[0])
+    arguments: dict[str, Any] = {"first": 0, "continues": False, "has_next": False}
+    for epoch in (1, 2):
+        for rank, reader in enumerate(readers):
+            pieces = reader.pieces(lambda *_: (None, 0), cutter, share=shares[rank], epoch=epoch, **arguments)
+            assert [piece.rows for piece in pieces] == [f"{rank} of {epoch}"]
+    assert (len(actors), reads, killed) == (2, [1, 2], actors[:1])
+    # The hook that imports torch would delay it; another one is the user's.
+    assert settings == [{"env_vars": {windows.HOOK: ""}} if hook == "raycl.hook" else None] * 2
+
+
 def test_a_buffer_smaller_than_a_batch_is_one_batch() -> None:
     [batches] = cut_stream([30], buffer=5, num_workers=1)
     assert [sorted(batch) for batch in batches] == [list(range(12)), list(range(12, 24))]
