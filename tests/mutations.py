@@ -405,6 +405,20 @@ MUTATIONS = [
         "tests/test_gcl.py",
     ),
     Mutation(
+        "NT-Xent computes every tile of its symmetric logits twice",
+        "raycl/losses/mutual.py",
+        "self._is_symmetric = columns is None",
+        "self._is_symmetric = False",
+        "tests/test_nt_xent.py",
+    ),
+    Mutation(
+        "a batch of CLIP alone swaps the gradients of its sides",
+        "raycl/losses/mutual.py",
+        "zip((to_rows, to_columns), wanted, strict=True)",
+        "zip((to_columns, to_rows), wanted, strict=True)",
+        "tests/test_bidirectional.py",
+    ),
+    Mutation(
         "the weights of a batch alone are subnormal",
         "raycl/losses/mutual.py",
         "zero_denormals(torch.sub(tile, of_columns[down], out=other))",
