@@ -13,6 +13,7 @@ from torch import Tensor
 
 from raycl.errors import ConfigError
 from raycl.losses import clip, info_nce, tiled
+from raycl.losses.example_ids import mean_one
 from raycl.losses.false_negatives import FalseNegativeMask
 from raycl.losses.tiled import read_scalars
 from tests.embeddings import make_rows, make_views, of_worker
@@ -31,23 +32,27 @@ def compare_with_plain(
     queries: Tensor,
     keys: Tensor,
     temperature: float,
-    negatives: Tensor,
+    negatives: Tensor | None,
     *,
     dtype: torch.dtype = torch.float64,
     own: slice | None = None,
     refines_logq: bool = False,
     **companions: Tensor,
 ) -> Tensor:
-    """Compare the value and all four gradients of one worker with the plain formula; return the value."""
-    inputs = leaves(queries, keys, torch.tensor(temperature), negatives, dtype=dtype)
+    """Compare the value and all gradients of one worker with the plain formula; return the value."""
+    others = [] if negatives is None else [negatives]
+    inputs = leaves(queries, keys, torch.tensor(temperature), *others, dtype=dtype)
     exact = leaves(*inputs, dtype=torch.float64)
     mine = slice(0, len(queries)) if own is None else own
-    true = plain_bidirectional(*exact, own=mine, refines_logq=refines_logq, **companions)
+    rows = [*exact, exact[0][:0]][:4]
+    true = plain_bidirectional(*rows, own=mine, refines_logq=refines_logq, **companions)
     arguments: dict[str, Any] = companions | {"refines_logq": refines_logq}
     if own is not None:
         arguments |= {"gathered_query": inputs[0], "gathered_key": inputs[1], "offset": own.start}
         arguments |= of_worker({name: companions[name] for name in COMPANIONS if name in companions}, own)
-    ours = clip(inputs[0][mine], inputs[1][mine], temperature=inputs[2], negatives=inputs[3], **arguments)
+    if negatives is not None:
+        arguments["negatives"] = inputs[3]
+    ours = clip(inputs[0][mine], inputs[1][mine], temperature=inputs[2], **arguments)
     assert ours.dtype == dtype
     tolerance, floor = tolerance_at(temperature), 1e-15 / temperature**2
     if dtype == torch.float64:
@@ -100,6 +105,20 @@ def test_the_loss_over_many_tiles_with_ids_and_frequencies_equals_the_plain_form
         refines_logq=refines_logq,
         **make_companions(700, 1100, num_ids=500),
     )
+
+
+@pytest.mark.parametrize("temperature", (0.2, 0.01))
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32))
+@pytest.mark.parametrize(("batch", "dim"), ((1, 3), (7, 5), (1100, 6)))
+def test_a_batch_alone_with_ids_and_weights_equals_the_plain_formula(
+    batch: int, dim: int, dtype: torch.dtype, temperature: float
+) -> None:
+    """Without gathered rows, negatives and frequencies, both directions share the products."""
+    companions = make_companions(batch, 0, num_ids=batch, frequencies=False)
+    del companions["negative_id"]
+    companions["weight"] = mean_one((1 + torch.arange(batch) % 4).double())
+    arguments: dict[str, Any] = {"dtype": dtype, **companions}
+    compare_with_plain(*make_views(batch, dim, noise=1.0), temperature, None, **arguments)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)

@@ -1,6 +1,7 @@
 """NT-Xent: the fused core against the plain formula in float64."""
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from torch import Tensor
 from raycl.errors import ConfigError
 from raycl.losses import nt_xent, tiled
 from tests.embeddings import make_views
-from tests.gradients import assert_close, leaves, tolerance_at, value_and_gradients
+from tests.gradients import assert_close, leaves, tolerance_at, value_and_gradients, wanting
 from tests.plain_losses import plain_nt_xent
+from tests.tiles import count_products, tiny_tiles_in
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -162,6 +164,15 @@ def test_only_inputs_that_require_a_gradient_get_one() -> None:
     assert only_a.grad is not None
     assert both[0].grad is not None
     assert torch.equal(only_a.grad, both[0].grad)
+
+
+def test_only_tiles_on_and_above_the_diagonal_are_computed() -> None:
+    """Four spans have ten such tiles; the gradient needs them again, and each of six for two spans."""
+    inputs = make_views(4, 5)
+    with tiny_tiles_in("views"):
+        for wanted, num_products in (((), 10), ((0,), 10 + 10 + 16)):
+            loss = partial(nt_xent, *wanting(inputs, wanted), temperature=0.1)
+            assert count_products(loss, "mutual") == num_products
 
 
 def test_loss_is_the_mean_over_the_rows_of_both_views() -> None:

@@ -1,6 +1,7 @@
 """The order of rows in an epoch: equal batches for any number of workers, and buckets of similar lengths."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -260,7 +261,8 @@ def test_a_local_reader_yields_every_batch_of_a_worker_or_of_all(
 ) -> None:
     tables = [table_of(ids) for ids in np.split(np.arange(num_rows), [50, 51, 51, 140])]
     reader = LocalReader(num_rows=list(map(len, tables)), load=tables.__getitem__)
-    stream = replace(stream_of(shuffle_buffer_size=40), local=reader, open_epoch=lambda *_: (range(5), 0))
+    opened: dict[Any, Any] = {(1, 0): (range(5), 0)}
+    stream = replace(stream_of(shuffle_buffer_size=40), local=reader, open_epoch=lambda *given: opened[given])
     steps = [step for window in plain_windows(num_rows, num_workers)[first:] for step in window]
     for share in shards(num_workers):
         found = [batch.sample_id.tolist() for batch in stream.epoch_batches(share, epoch=1, start=3 * first)]
@@ -268,9 +270,12 @@ def test_a_local_reader_yields_every_batch_of_a_worker_or_of_all(
     whole = replace(shards(num_workers)[-1], is_whole=True)
     found = [batch.sample_id.tolist() for batch in stream.epoch_batches(whole, epoch=1, start=3 * first)]
     assert found == [[row for part in step for row in part] for step in steps]
+    assert stream.grouped_fraction == 0
     # Each window of 36 rows has six rows of each class.
     grouped = replace(stream, samples_per_class=3)
-    assert len([*grouped.epoch_batches(whole, epoch=1)]) == num_rows // BATCH_SIZE
+    batches = [*grouped.epoch_batches(whole, epoch=1)]
+    assert len(batches) == num_rows // BATCH_SIZE
+    assert {count for batch in batches for count in Counter(batch.label.tolist()).values()} == {3}
     assert grouped.grouped_fraction == 1
 
 
@@ -398,6 +403,42 @@ def test_a_resumed_epoch_and_the_one_read_ahead_begin_at_windows_of_their_own(
     assert (reads[5:], len(killed)) == ([(4, 0, "epoch 4", 0)], 2)
     pieces(5, 0, cutter=replace(cutter, seed=4), continues=True)
     assert (reads[6:], len(killed)) == ([(5, 0, "epoch 5", 0)], 3)
+
+
+@pytest.mark.parametrize("hook", ["", "raycl.hook", "theirs.hook"])
+def test_only_the_first_worker_starts_calls_and_ends_the_actor_of_all(
+    hook: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actors, reads, killed, settings = list[Any](), list[int](), list[Any](), list[Any]()
+
+    def start(cutter: Any) -> Any:
+        read = Remote(lambda epoch, *_: reads.append(epoch))
+        window = Remote(lambda rank, epoch, number: None if number else [f"{rank} of {epoch}", 0])
+        actors.append(SimpleNamespace(read=read, window=window))
+        return actors[-1]
+
+    def helper_actor(_: Any, **options: Any) -> Remote:
+        settings.append(options.get("runtime_env"))
+        return Remote(start)
+
+    def broadcast(actor: Any) -> Any:
+        assert (actor is None) == bool(rank)
+        return actors[-1]
+
+    monkeypatch.setenv(windows.HOOK, hook)
+    monkeypatch.setattr(windows, "ray", SimpleNamespace(get=lambda found: found, kill=killed.append))
+    monkeypatch.setattr(windows, "helper_actor", helper_actor)
+    monkeypatch.setattr(windows, "broadcast_from_rank_zero", broadcast)
+    readers, shares = [StreamReader(), StreamReader()], shards(2)
+    cutter = stream_of(shuffle_buffer_size=40).cutter(shares[0])
+    arguments: dict[str, Any] = {"first": 0, "continues": False, "has_next": False}
+    for epoch in (1, 2):
+        for rank, reader in enumerate(readers):
+            pieces = reader.pieces(lambda *_: (None, 0), cutter, share=shares[rank], epoch=epoch, **arguments)
+            assert [piece.rows for piece in pieces] == [f"{rank} of {epoch}"]
+    assert (len(actors), reads, killed) == (2, [1, 2], actors[:1])
+    # The hook that imports torch would delay it; another one is the user's.
+    assert settings == [{"env_vars": {windows.HOOK: ""}} if hook == "raycl.hook" else None] * 2
 
 
 def test_a_buffer_smaller_than_a_batch_is_one_batch() -> None:
