@@ -2,6 +2,7 @@
 
 import os
 import posixpath
+import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -94,14 +95,49 @@ def _real(uri: str) -> str:
 
 
 def check_no_splits(source: Source) -> None:
-    """Raise ``DataError`` if a folder holds splits, such as train and test; a pattern may name files of several."""
-    of_files = {each.file.partition("/")[0] for each in source.fragments}
-    splits = source.classes or () if source.kind == "folder" else sorted(of_files)
-    are_splits = len(splits) > 1 and {name.lower() for name in splits} <= _SPLITS
-    if are_splits and not is_pattern(source.uri):
-        folders = (shlex.quote((Place(source.uri) / split).uri) for split in splits)
-        given = " or ".join(f"--data {folder}" for folder in folders)
+    """Raise ``DataError`` if a folder holds splits, such as train and test; a pattern may name files of several.
+
+    Folders name the splits, or words in the names of files, as in ``train-00000-of-00002.parquet``.
+    """
+    is_images = source.kind == "folder"
+    paths = source.classes or () if is_images else dict.fromkeys(each.file for each in source.fragments)
+    splits = {} if is_pattern(source.uri) else _splits(list(paths), in_folders=is_images)
+    if len(splits) > 1:
+        addresses = ((Place(source.uri) / _of_all(files)).uri for _, files in sorted(splits.items()))
+        given = " or ".join(f"--data {shlex.quote(each)}" for each in addresses)
         raise DataError(f"{source.uri} holds a data set in {len(splits)} splits; give {given}")
+
+
+def _splits(paths: Sequence[str], *, in_folders: bool) -> dict[str, list[str]]:
+    """Return the folders or files of each split by name; nothing if one is in no split.
+
+    Below the folder of all files, a split is in a folder of its name, or has files with its name among their words.
+    """
+    above = "" if in_folders else posixpath.commonpath(map(posixpath.dirname, paths))
+    found: dict[str, list[str]] = {}
+    for path in paths:
+        name, slash, _ = path[len(above) :].lstrip("/").partition("/")
+        is_folder = bool(slash) or in_folders
+        words = _SPLITS.intersection([name.lower()] if is_folder else re.findall("[a-z]+", name.lower()))
+        if len(words) != 1:
+            return {}
+        files = found.setdefault(name if is_folder else words.pop(), [])
+        if not is_folder or not files:
+            files.append(posixpath.join(above, name))
+    return found
+
+
+def _of_all(files: Sequence[str]) -> str:
+    """Return the only file, or a pattern of all: a range if they differ in their first number alone."""
+    folder, names = posixpath.dirname(files[0]), [posixpath.basename(each) for each in files]
+    numbers = sorted((each for name in names for each in re.findall(r"\d{1,18}", name)[:1]), key=int)
+    pattern = f"{{{','.join(names if len(names) <= 3 else [*names[:2], '...'])}}}"
+    if len(names) == 1:
+        pattern = names[0]
+    elif numbers and int(numbers[-1]) - int(numbers[0]) == len(names) - 1:
+        counted = re.sub(r"\d{1,18}", f"{{{numbers[0]}..{numbers[-1]}}}", names[0], count=1)
+        pattern = counted if expand(f"/{counted}") == names else pattern
+    return posixpath.join(folder, pattern)
 
 
 def existing(uri: str) -> Place:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from raycl.data.codecs import Formats
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import Decoder, decode_here, decode_source, row_error
-from raycl.data.discovery import find_source
+from raycl.data.discovery import check_no_splits, find_source
 from raycl.data.ids import IdFormat
 from raycl.data.images import ImageFormat, InvalidImageError
 from raycl.data.in_memory import InMemoryDataset
@@ -161,9 +161,11 @@ def read_values(uri: str, columns: ColumnNames, *, keep_invalid: bool = False, q
     """Read the columns of a set, texts as strings.
 
     ``keep_invalid`` keeps all rows, with None for an invalid text or an unreadable image. Files and labels that
-    are not read are printed, unless ``quiet``. Raises ``DataError`` for a missing column, or if no row is valid.
+    are not read are printed, unless ``quiet``. Raises ``DataError`` for a missing column, a folder of splits, or if no row
+    is valid.
     """
     source = find_source(uri, columns)
+    check_no_splits(source)
     report_unread([source], quiet=quiet)
     by_role: dict[str, list[Any]] = {role: [] for role in source.columns.contents}
     labels = [np.empty(0, np.int64)]
