@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -342,6 +343,9 @@ def test_ids_come_from_the_id_column_and_texts_are_hashed(tmp_path: Path) -> Non
 def test_ids_are_64_bit_integers_or_hashes_and_are_required() -> None:
     assert stable_ids([0, -1, 2**63, 2**64 - 2]).tolist() == [0, -1, -(2**63), -2]
     assert len(set(stable_ids(["a", "b", "1", 1]).tolist())) == 4
+    decimals = pa.array([7, -1, 2**64 - 2], pa.decimal128(22, 2)).to_pylist()
+    assert stable_ids(decimals).tolist() == [7, -1, -2]
+    assert len(set(stable_ids([Decimal("0.5"), Decimal(2**64), Decimal("Infinity"), 0]).tolist())) == 4
     with pytest.raises(DataError, match="row 1 of a batch has no id"):
         stable_ids([3, None])
 

@@ -4,6 +4,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, final
 
 import numpy as np
@@ -62,8 +63,10 @@ def why_invalid(value: Any) -> str | None:
 
 def stable_id(value: Any) -> int:
     """Return an int64: integers stay (64 unsigned bits wrap around), other values are hashed."""
-    # NumPy turns integers into floats if one of them is missing.
+    # NumPy turns integers into floats if one of them is missing, and databases write them as decimals.
     if isinstance(value, float | np.floating) and value.is_integer():
+        value = int(value)
+    if isinstance(value, Decimal) and value.is_finite() and value == int(value) in _64_BITS:
         value = int(value)
     if isinstance(value, int | np.integer):
         return (int(value) + 2**63) % 2**64 - 2**63
