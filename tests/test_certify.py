@@ -20,7 +20,7 @@ import torch
 from typer.testing import CliRunner
 
 import raycl
-from raycl.chain import CHAIN, Chain, hash_of_draw, kept_links, log_heads, read_chain
+from raycl.chain import CHAIN, Chain, hash_of_draw, kept_links, log_heads, read_chain, sha256_of_files
 from raycl.cli.main import app
 from raycl.config.overrides import override
 from raycl.data import decode
@@ -232,6 +232,20 @@ def test_changed_rows_of_a_stream_are_found_and_the_file_is_named(tmp_path: Path
     found = raycl.certify(run, steps=0, data=[str(tmp_path / "moved")])
     assert failed(found) == ["files"]
     assert "not checked: the run has no read_rows.json.gz with fingerprints" in str(found)
+
+
+def test_files_are_hashed_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = bytes(range(256)) * 40
+    for name, length in (("state.pt", 10_240), ("whole.pt", 7_000), ("empty", 0)):
+        (tmp_path / name).write_bytes(content[:length])
+    monkeypatch.setattr("raycl.chain._PIECE_BYTES", 3_500)
+    monkeypatch.setattr(Place, "read_bytes", lambda place: pytest.fail(f"read {place} as a whole"))
+    found = sha256_of_files(Place(str(tmp_path)), ["state.pt", "whole.pt", "empty", "none"])
+    assert found == {
+        "state.pt": hashlib.sha256(content).hexdigest(),
+        "whole.pt": hashlib.sha256(content[:7_000]).hexdigest(),
+        "empty": hashlib.sha256(b"").hexdigest(),
+    }
 
 
 def test_a_run_hashes_the_rows_of_its_stream_as_the_command_does(
