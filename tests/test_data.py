@@ -21,7 +21,7 @@ from pyarrow import feather
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import are_flat
 from raycl.data.discovery import ROWS_PER_FRAGMENT, check_no_splits, find_source
-from raycl.data.ids import stable_ids
+from raycl.data.ids import content_ids, stable_ids
 from raycl.data.images import ImageFormat, InvalidImageError, image_sides
 from raycl.data.in_memory import InMemoryDataset, pixels_of
 from raycl.data.labels import NO_LABEL, class_names, label_numbers
@@ -377,6 +377,11 @@ def test_labels_that_are_categories_of_integers_are_numbers(tmp_path: Path) -> N
     source = find_source(str(tmp_path / "a.feather"), ColumnNames(image=None, text="text"))
     (found,) = read(source)
     assert (source.classes, found.label.tolist()) == (None, [2, 10, NO_LABEL, NO_LABEL, 2])
+
+
+def test_pillow_images_without_ids_have_ids_of_their_pixels() -> None:
+    first, equal, other = content_ids({"image": [colors(), colors(), colors(10, 20)]})
+    assert first == equal != other
 
 
 def test_ids_that_are_not_utf8_are_hashed_and_labels_are_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any, final
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from PIL import Image
 
 from raycl.data.codecs import to_numpy
 from raycl.errors import DataError, InvalidValueError
@@ -110,7 +111,7 @@ def content_ids(values: Mapping[str, Sequence[Any]]) -> NDArray[np.int64]:
 
 
 def _bytes_of(value: Any) -> bytes:
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray | Image.Image):
         return value.tobytes()
     if isinstance(value, list):
         return b"\1".join(map(_bytes_of, value))
