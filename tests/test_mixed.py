@@ -331,6 +331,27 @@ def test_equal_class_names_of_two_data_sets_are_one_class(tmp_path: Path) -> Non
     assert [label for rows in read for label in rows.label.tolist()] == [1, 2, 0, 1, 2]
 
 
+def write_named(path: Path, *names: str) -> None:
+    """Write rows with a ``ClassLabel`` of Hugging Face's ``datasets``."""
+    info = {"info": {"features": {"label": {"names": names, "_type": "ClassLabel"}}}}
+    table = pa.table({"image": [b"", b""], "label": [0, 1]})
+    pq.write_table(table.replace_schema_metadata({"huggingface": json.dumps(info)}), path)
+
+
+def test_parts_of_data_that_number_their_classes_differently_are_refused(tmp_path: Path) -> None:
+    for name, classes in {"a": ("cat", "dog"), "b": ("cat", "dog", "owl"), "c": ("ant", "cat")}.items():
+        write_named(tmp_path / f"{name}.parquet", *classes)
+    sets = [find_source(str(tmp_path / f"{name}.parquet")) for name in "abc"]
+    assert DataModule(run_of(), None, sets[:2]).classes is None
+    message = "label 0 is cat in one part of {} and ant in another; give all the same numbers"
+    with pytest.raises(RayclError, match=message.format("the data sets")):
+        DataModule(run_of(), None, sets)
+    with pytest.raises(RayclError, match=message.format(tmp_path)):
+        find_source(str(tmp_path))
+    as_grades = ColumnNames(image=None, query="image", document="image")
+    assert find_source(str(tmp_path), as_grades).has_labels
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [

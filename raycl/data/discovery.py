@@ -18,6 +18,7 @@ from raycl.data.iceberg_tables import METADATA, find_metadata, open_iceberg
 from raycl.data.images import EXTENSIONS
 from raycl.data.labels import (
     are_numbers,
+    check_label_names,
     class_names,
     distinct_labels,
     inexact_label,
@@ -308,7 +309,10 @@ def _table_source(
         check_weight_columns(parts, where=uri)
     classes = label_names = None
     if columns.label is not None:
-        label_names = names_of_integers(tables[0].schema, columns.label)
+        names_by_file = [names_of_integers(each.schema, columns.label) for each in tables]
+        if not columns.labels_are_grades:
+            check_label_names(names_by_file, where=uri)
+        label_names = names_by_file[0]
         is_asked = asked.label is not None
         classes, ignored_label = _classes(reader, tables, columns, types, is_asked=is_asked)
         if ignored_label:

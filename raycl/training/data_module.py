@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from raycl.config import RunConfig, TextConfig
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import Decoder
+from raycl.data.labels import check_label_names
 from raycl.data.read_stats import ReadStats
 from raycl.data.sources import Fragment, Source
 from raycl.data.split import Holdout, Keep, make_split
@@ -273,6 +274,7 @@ def _listed(data_set: DataSet) -> str:
 
 def _share_classes(data_sets: Sequence[DataSet]) -> None:
     """Number the text labels of all data sets by the names of all classes; integers are the same class if equal."""
+    check_label_names((each.source and each.source.label_names for each in data_sets), where="the data sets")
     names = {name for each in data_sets for name in each.classes or ()}
     for each in data_sets if names else ():
         if each.classes is None:
