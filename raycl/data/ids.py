@@ -23,7 +23,7 @@ EXACT = 2**53  # integers below it are exact as float64
 @final
 @dataclass(frozen=True)
 class IdFormat:
-    """One id per row, or a list of ids with ``in_lists``."""
+    """One id per row, or with ``in_lists`` a list of ids; a single id counts as a list of one."""
 
     in_lists: bool = False
 
@@ -41,7 +41,7 @@ class IdFormat:
 
     def _numbers(self, value: Any) -> list[int] | InvalidValueError:
         values = [value]
-        if self.in_lists:
+        if self.in_lists and (value is None or isinstance(value, list | tuple | np.ndarray)):
             values = [] if value is None else list(value)
         cause = next(filter(None, map(why_invalid, values)), None)
         return InvalidValueError(cause) if cause else list(map(entity_id, values))
