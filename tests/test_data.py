@@ -271,6 +271,13 @@ def test_splits_are_not_taken_for_classes(tmp_path: Path) -> None:
         check_no_splits(source)
     check_no_splits(find_source(str(tmp_path / "train")))
     check_no_splits(write_images(tmp_path / "more", [*names, "bus/d.png"]))
+    below = write_images(tmp_path / "below", [f"data/{name}" for name in names])
+    assert below.classes is None
+    with pytest.raises(DataError, match="give --data .*below/data/Test or --data .*below/data/train"):
+        check_no_splits(below)
+    check_no_splits(write_images(tmp_path / "one", ["train/cat/test.png", "train/dog/train.png"]))
+    check_no_splits(write_images(tmp_path / "flat", ["test.png", "train.png"]))
+    check_no_splits(write_images(tmp_path / "beside", ["test.png", "train/a.png"]))
 
 
 def test_a_parquet_file_needs_no_ending(tmp_path: Path) -> None:

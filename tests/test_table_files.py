@@ -822,6 +822,7 @@ def test_tables_in_folders_of_splits_are_refused_unless_a_pattern_names_them(tmp
             ["{train2014.csv,train2017.csv,...}", "{val2014.csv,val2017.csv,...}"],
         ),
         (["data/train/a.csv", "data/dev.csv"], ["data/dev.csv", "data/train"]),
+        (["split=train/a.csv", "split=test/a.csv"], ["split=test", "split=train"]),
     ],
 )
 def test_files_that_are_named_by_splits_are_refused(

@@ -26,7 +26,7 @@ from raycl.data.labels import (
 )
 from raycl.data.lance_tables import is_lance, lance_fragments
 from raycl.data.patterns import FORMS, expand, folder_of, is_pattern
-from raycl.data.sources import FILES, READERS, Fragment, Source
+from raycl.data.sources import FILES, READERS, VERSIONED, Fragment, Source
 from raycl.data.tables import TableFile, TableFormat, chosen, reading, roles_in
 from raycl.data.weights import check_weight_columns
 from raycl.errors import ConfigError, DataError
@@ -98,28 +98,32 @@ def _real(uri: str) -> str:
 def check_no_splits(source: Source) -> None:
     """Raise ``DataError`` if a folder holds splits, such as train and test; a pattern may name files of several.
 
-    Folders name the splits, or words in the names of files, as in ``train-00000-of-00002.parquet``.
+    Folders name the splits, as ``train`` and ``split=train`` do, or words in the names of files, as in
+    ``train-00000-of-00002.parquet``.
     """
-    is_images = source.kind == "folder"
-    paths = source.classes or () if is_images else dict.fromkeys(each.file for each in source.fragments)
-    splits = {} if is_pattern(source.uri) else _splits(list(paths), in_folders=is_images)
+    paths = dict.fromkeys(each.file for each in source.fragments)
+    if source.kind == "folder":  # the names of images mean nothing
+        images = (path for each in source.fragments for path in each.paths)
+        paths = dict.fromkeys("".join(path.rpartition("/")[:2]) for path in images)
+    is_chosen = is_pattern(source.uri) or source.kind in VERSIONED  # a table's folders are its own
+    splits = {} if is_chosen else _splits(list(paths))
     if len(splits) > 1:
         addresses = ((Place(source.uri) / _of_all(files)).uri for _, files in sorted(splits.items()))
         given = " or ".join(f"--data {shlex.quote(each)}" for each in addresses)
         raise DataError(f"{source.uri} holds a data set in {len(splits)} splits; give {given}")
 
 
-def _splits(paths: Sequence[str], *, in_folders: bool) -> dict[str, list[str]]:
-    """Return the folders or files of each split by name; nothing if one is in no split.
+def _splits(paths: Sequence[str]) -> dict[str, list[str]]:
+    """Return the folders or files of each split by name; nothing if a path is in no split.
 
     Below the folder of all files, a split is in a folder of its name, or has files with its name among their words.
     """
-    above = "" if in_folders else posixpath.commonpath(map(posixpath.dirname, paths))
+    above = posixpath.commonpath(map(posixpath.dirname, paths))
     found: dict[str, list[str]] = {}
     for path in paths:
-        name, slash, _ = path[len(above) :].lstrip("/").partition("/")
-        is_folder = bool(slash) or in_folders
-        words = _SPLITS.intersection([name.lower()] if is_folder else re.findall("[a-z]+", name.lower()))
+        name, is_folder, _ = path[len(above) :].lstrip("/").partition("/")
+        named = [name.rpartition("=")[2]] if is_folder else re.findall("[a-z]+", name, re.IGNORECASE)
+        words = _SPLITS.intersection(map(str.lower, named))
         if len(words) != 1:
             return {}
         files = found.setdefault(name if is_folder else words.pop(), [])
