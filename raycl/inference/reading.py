@@ -128,7 +128,7 @@ def decoded_tables(source: Source, decoder: Decoder) -> list[pa.Table]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Values:
-    """The values of a set by role, the origin of each row, and labels [num_rows], -1 for a missing label.
+    """The values of a set by role, the origin of each image, and labels [num_rows], -1 for a missing label.
 
     ``num_invalid`` counts skipped rows: invalid texts (negatives included), images that are missing or cannot be
     read, and missing labels if the set has a label column.
@@ -176,7 +176,7 @@ def read_values(uri: str, columns: ColumnNames, *, keep_invalid: bool = False, q
             for role, values in rows.values.items():
                 by_role[role] += (_valid_value(role, value) for value in values)
             labels.append(_integer_labels(rows.label, source.classes))
-            where += rows.where
+            where += rows.where if "image" in by_role else ()  # millions of texts need none
     found = Values(by_role=by_role, label=np.concatenate(labels), where=where)
     is_valid = np.ones(len(found.label), np.bool_)
     for role in {*TEXTS, "negatives", "image"} & by_role.keys():
