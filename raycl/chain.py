@@ -22,6 +22,7 @@ DAMAGED = "chain.damaged.jsonl"
 # The kinds of links: a group of workers starts, goes back to an earlier step, saves a checkpoint, or ends the run.
 START, ROLLBACK, CHECKPOINT, END = "start", "rollback", "checkpoint", "end"
 _FIRST = "0" * 64
+_PIECE_BYTES = 64 * 2**20  # most files take one request, so that no other file can replace them in between
 
 
 @final
@@ -87,11 +88,16 @@ def kept_links(links: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def sha256_of_files(output: Place, names: Iterable[str]) -> dict[str, str]:
     """Return the SHA-256 of the files of an output that exist; raises ``StorageError``."""
     places = {name: output / name for name in names}
-    return {
-        name: hashlib.sha256(place.read_bytes()).hexdigest()
-        for name, place in places.items()
-        if place.exists()
-    }
+    return {name: _sha256_of(place) for name, place in places.items() if place.exists()}
+
+
+def _sha256_of(place: Place) -> str:
+    """Return the SHA-256 of a file, read in pieces: a checkpoint may have gigabytes."""
+    digest = hashlib.sha256()
+    with place.wrap_errors("read"), place.open() as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def sha256_of_local(path: Path) -> str:

@@ -66,13 +66,14 @@ def pack_rows(
     Returns the source and the counts of unreadable images. Without a column of ids, these are the numbers of the rows,
     in the column ``sample_id``. Texts become bytes, since some may not be UTF-8; training counts those. Images that are
     named by paths are copied too; one that cannot be read is null, which training counts as missing. Raises
-    ``DataError`` for other or broken files, ``StorageError`` if the output exists, ``ConfigError`` for less than a row
-    per file.
+    ``DataError`` for other or broken files and for a folder of splits, ``StorageError`` if the output exists,
+    ``ConfigError`` for less than a row per file.
     """
     _check_rows_per_file(rows_per_file)
     check_output_is_outside(output, [data])
     with writing_new(output) as place:
         source = find_source(data, columns)
+        check_no_splits(source)
         if source.types is None:
             raise DataError(f"{data} holds no tars, CSV or JSONL files; give some, or train on it as it is")
         stats = _write(source, _row_tables, place, rows_per_file=rows_per_file, address=address, debug=debug)
@@ -176,12 +177,13 @@ def group_pairs(
     """Group a labeled click log into rows of one positive with its query's negatives, as parquet files.
 
     Returns the number of pairs and the read statistics. A run of ``two_tower`` groups a log in memory
-    itself; a streamed log needs this. Raises ``DataError`` if the log has no labels or also lists of
-    negatives, if too many rows are invalid, or if no query has a positive.
+    itself; a streamed log needs this. Raises ``DataError`` for a folder of splits, if the log has no labels or
+    also lists of negatives, if too many rows are invalid, or if no query has a positive.
     """
     check_output_is_outside(output, [data])
     with writing_new(output) as place:
         source = find_source(data, columns)
+        check_no_splits(source)
         if source.columns.label is None:
             raise DataError(f"{data} has no column of labels; name it with --set data.columns.label=NAME")
         check_labels(source.columns)
@@ -252,13 +254,14 @@ def gather_texts(data: str, output: str, *, group: str, text: str = "text") -> G
 
     A run of ``simcse`` then takes two texts of a row as two views. Rows without a group are skipped, and
     so are groups of a single text. This process reads all texts. Raises ``DataError`` for a missing
-    column, for a group that is a float and may have lost digits, or if no row remains.
+    column, for a folder of splits, for a group that is a float and may have lost digits, or if no row remains.
     """
     check_output_is_outside(output, [data])
     with writing_new(output, is_file=True) as place:
         texts_by_group: dict[int, dict[str, None]] = {}
         num_invalid = 0
         source = find_source(data, UnlabeledColumnNames(image=None, text=text, sample_id=group))
+        check_no_splits(source)
         for _, table in (
             rows for fragment in source.fragments for rows in source.tables(fragment, [group, text])
         ):

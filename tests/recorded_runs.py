@@ -102,6 +102,7 @@ def train(
     log = MetricsLog(Place(output))
     links = RunChain(job, job.config, log.head, runner.position, None, device)
     ids: list[list[int]] = []
+    coordinator = counted(rows)
     for views in coming_views(runner):
         before = runner.position
         loss = runner.step(views).loss
@@ -113,23 +114,23 @@ def train(
         if runner.position.step in checkpoints:
             links.sum_draws()
             if rank == 0:
+                coordinator.save_rows(rows.run.output / READ_ROWS)
                 save_checkpoint(runner, links, Path(output) / CHECKPOINTS)
     links.sum_draws()
     if rank != 0:
         return "", ids
     log.flush()
-    if job.stream is not None:
-        save_counts(rows)
+    coordinator.save_rows(rows.run.output / READ_ROWS)
     return links.end(runner.position, {}), ids
 
 
-def save_counts(rows: RunRows) -> None:
-    """Write the fingerprints of a stream's fragments, as the tasks that decode them report them."""
+def counted(rows: RunRows) -> RunCoordinator:
+    """Return a coordinator with the fingerprints of a stream's fragments, as the tasks that decode them report them."""
     coordinator = RunCoordinator()
-    for fragment in rows.sources[0].fragments:
+    for fragment in rows.sources[0].fragments if rows.run.streamed else ():
         stats = ReadStats(fingerprint=rows.fingerprints[fragment.first_id])
         coordinator.add_rows(fragment.name, stats)
-    coordinator.save_rows(rows.run.output / READ_ROWS)
+    return coordinator
 
 
 def save_checkpoint(runner: StepRunner, links: RunChain, folder: Path) -> None:

@@ -20,7 +20,7 @@ import torch
 from typer.testing import CliRunner
 
 import raycl
-from raycl.chain import CHAIN, Chain, hash_of_draw, kept_links, log_heads, read_chain
+from raycl.chain import CHAIN, Chain, hash_of_draw, kept_links, log_heads, read_chain, sha256_of_files
 from raycl.cli.main import app
 from raycl.config.overrides import override
 from raycl.data import decode
@@ -33,6 +33,8 @@ from raycl.errors import ConfigError, DataError
 from raycl.records import CHECKPOINT_LIST, READ_ROWS
 from raycl.step_replay.certificate import Certificate
 from raycl.step_replay.check_history import ChainedHistory
+from raycl.step_replay.record import read_record
+from raycl.step_replay.rows import read_rows
 from raycl.storage import Place
 from raycl.training.coordinator import RunCoordinator
 from raycl.training.data_module import DataModule
@@ -232,6 +234,40 @@ def test_changed_rows_of_a_stream_are_found_and_the_file_is_named(tmp_path: Path
     found = raycl.certify(run, steps=0, data=[str(tmp_path / "moved")])
     assert failed(found) == ["files"]
     assert "not checked: the run has no read_rows.json.gz with fingerprints" in str(found)
+
+
+def test_changed_rows_of_an_unfinished_stream_are_not_hidden_by_a_changed_list_of_them(
+    tmp_path: Path,
+) -> None:
+    config = small_config("simclr", {**STREAM, "workers": 1, "stages.0.steps": 3})
+    data = write_parts(tmp_path / "data")
+    run = record_run(config, data, tmp_path / "run", checkpoints=(2,))
+    (run / "result.json").write_text(json.dumps({"status": "stopped"}))
+    (run / CHAIN).write_text("".join((run / CHAIN).read_text().splitlines(keepends=True)[:2]))
+    found = raycl.certify(run, steps=0)
+    assert found.is_valid, str(found)
+    assert "its data have the contents that it read" in found.proves
+    write_digits(data / "b.parquet", 81, broken=2)
+    assert failed(raycl.certify(run, steps=0)) == ["rows"]
+    recorded_runs.counted(read_rows(read_record(str(run)))).save_rows(Place(str(run)) / READ_ROWS)
+    found = raycl.certify(run, steps=0)
+    assert [check.passed for check in found.checks if check.name == "rows"] == [None]
+    assert "no link of chain.jsonl binds read_rows.json.gz" in str(found)
+    assert "its data have" not in found.proves
+
+
+def test_files_are_hashed_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = bytes(range(256)) * 40
+    for name, length in (("state.pt", 10_240), ("whole.pt", 7_000), ("empty", 0)):
+        (tmp_path / name).write_bytes(content[:length])
+    monkeypatch.setattr("raycl.chain._PIECE_BYTES", 3_500)
+    monkeypatch.setattr(Place, "read_bytes", lambda place: pytest.fail(f"read {place} as a whole"))
+    found = sha256_of_files(Place(str(tmp_path)), ["state.pt", "whole.pt", "empty", "none"])
+    assert found == {
+        "state.pt": hashlib.sha256(content).hexdigest(),
+        "whole.pt": hashlib.sha256(content[:7_000]).hexdigest(),
+        "empty": hashlib.sha256(b"").hexdigest(),
+    }
 
 
 def test_a_run_hashes_the_rows_of_its_stream_as_the_command_does(

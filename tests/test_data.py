@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from pyarrow import feather
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import are_flat
 from raycl.data.discovery import ROWS_PER_FRAGMENT, check_no_splits, find_source
-from raycl.data.ids import stable_ids
+from raycl.data.ids import content_ids, stable_ids
 from raycl.data.images import ImageFormat, InvalidImageError, image_sides
 from raycl.data.in_memory import InMemoryDataset, pixels_of
 from raycl.data.labels import NO_LABEL, class_names, label_numbers
@@ -270,6 +271,13 @@ def test_splits_are_not_taken_for_classes(tmp_path: Path) -> None:
         check_no_splits(source)
     check_no_splits(find_source(str(tmp_path / "train")))
     check_no_splits(write_images(tmp_path / "more", [*names, "bus/d.png"]))
+    below = write_images(tmp_path / "below", [f"data/{name}" for name in names])
+    assert below.classes is None
+    with pytest.raises(DataError, match="give --data .*below/data/Test or --data .*below/data/train"):
+        check_no_splits(below)
+    check_no_splits(write_images(tmp_path / "one", ["train/cat/test.png", "train/dog/train.png"]))
+    check_no_splits(write_images(tmp_path / "flat", ["test.png", "train.png"]))
+    check_no_splits(write_images(tmp_path / "beside", ["test.png", "train/a.png"]))
 
 
 def test_a_parquet_file_needs_no_ending(tmp_path: Path) -> None:
@@ -342,6 +350,9 @@ def test_ids_come_from_the_id_column_and_texts_are_hashed(tmp_path: Path) -> Non
 def test_ids_are_64_bit_integers_or_hashes_and_are_required() -> None:
     assert stable_ids([0, -1, 2**63, 2**64 - 2]).tolist() == [0, -1, -(2**63), -2]
     assert len(set(stable_ids(["a", "b", "1", 1]).tolist())) == 4
+    decimals = pa.array([7, -1, 2**64 - 2], pa.decimal128(22, 2)).to_pylist()
+    assert stable_ids(decimals).tolist() == [7, -1, -2]
+    assert len(set(stable_ids([Decimal("0.5"), Decimal(2**64), Decimal("Infinity"), 0]).tolist())) == 4
     with pytest.raises(DataError, match="row 1 of a batch has no id"):
         stable_ids([3, None])
 
@@ -373,6 +384,11 @@ def test_labels_that_are_categories_of_integers_are_numbers(tmp_path: Path) -> N
     source = find_source(str(tmp_path / "a.feather"), ColumnNames(image=None, text="text"))
     (found,) = read(source)
     assert (source.classes, found.label.tolist()) == (None, [2, 10, NO_LABEL, NO_LABEL, 2])
+
+
+def test_pillow_images_without_ids_have_ids_of_their_pixels() -> None:
+    first, equal, other = content_ids({"image": [colors(), colors(), colors(10, 20)]})
+    assert first == equal != other
 
 
 def test_ids_that_are_not_utf8_are_hashed_and_labels_are_refused(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from raycl.data.sampler import BatchShard, InMemorySampler, MixedSampler, batch_
 from raycl.errors import ConfigError, RayclError
 from raycl.recipes import recipe
 from raycl.storage import Place
-from raycl.training import data_set
+from raycl.training import data_module, data_set
 from raycl.training.coordinator import RunCoordinator
 from raycl.training.data_module import DataModule
 from raycl.training.preflight import (
@@ -35,7 +35,7 @@ from raycl.training.preflight import (
 )
 from raycl.training.stages import Position, stage_plans
 from raycl.training.views import build_sampler
-from tests.images import write_digits
+from tests.images import encode, write_digits
 
 BATCH_SIZE = 4
 SIZES = (50, 23, 9)  # 12, 5 and 2 complete batches
@@ -331,6 +331,27 @@ def test_equal_class_names_of_two_data_sets_are_one_class(tmp_path: Path) -> Non
     assert [label for rows in read for label in rows.label.tolist()] == [1, 2, 0, 1, 2]
 
 
+def write_named(path: Path, *names: str) -> None:
+    """Write rows with a ``ClassLabel`` of Hugging Face's ``datasets``."""
+    info = {"info": {"features": {"label": {"names": names, "_type": "ClassLabel"}}}}
+    table = pa.table({"image": [b"", b""], "label": [0, 1]})
+    pq.write_table(table.replace_schema_metadata({"huggingface": json.dumps(info)}), path)
+
+
+def test_parts_of_data_that_number_their_classes_differently_are_refused(tmp_path: Path) -> None:
+    for name, classes in {"a": ("cat", "dog"), "b": ("cat", "dog", "owl"), "c": ("ant", "cat")}.items():
+        write_named(tmp_path / f"{name}.parquet", *classes)
+    sets = [find_source(str(tmp_path / f"{name}.parquet")) for name in "abc"]
+    assert DataModule(run_of(), None, sets[:2]).classes is None
+    message = "label 0 is cat in one part of {} and ant in another; give all the same numbers"
+    with pytest.raises(RayclError, match=message.format("the data sets")):
+        DataModule(run_of(), None, sets)
+    with pytest.raises(RayclError, match=message.format(tmp_path)):
+        find_source(str(tmp_path))
+    as_grades = ColumnNames(image=None, query="image", document="image")
+    assert find_source(str(tmp_path), as_grades).has_labels
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [
@@ -369,6 +390,37 @@ def test_the_columns_of_a_click_log_are_named_as_in_its_file(
     )
     with pytest.raises(RayclError, match=message):
         DataModule(config, RunCoordinator(), sources)
+
+
+class BlocksHere:
+    """A stand-in for a Ray Dataset whose blocks are tables of this process."""
+
+    def __init__(self, blocks: Sequence[pa.Table]) -> None:
+        self.blocks = blocks
+
+    def schema(self) -> pa.Schema:
+        return self.blocks[0].schema
+
+    def count(self) -> int:
+        return sum(map(len, self.blocks))
+
+    def select_columns(self, names: list[str]) -> "BlocksHere":
+        return BlocksHere([block.select(names) for block in self.blocks])
+
+    def map_batches(self, read: Callable[[pa.Table], Iterator[pa.Table]], **_: Any) -> "BlocksHere":
+        return BlocksHere([table for block in self.blocks for table in read(block)])
+
+
+def test_equal_blocks_of_a_dataset_without_ids_are_all_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_module, "fetch_tables", lambda dataset: dataset.blocks)
+    pictures = [encode(np.full((16, 16, 3), value, np.uint8)) for value in range(3)]
+    block = pa.table({"image": [*pictures, b"broken"]})
+    twice: Any = BlocksHere([block, block])
+    data = DataModule(run_of(**{"evaluation.every_epochs": 0}), RunCoordinator(), [twice])
+    decoded = data.rows_to_keep()
+    assert len(InMemoryDataset(data_module.fetch_tables(decoded[0]), {})) == 6
+    assert data.num_train(decoded) == [6]
+    assert data.data_sets[0].counts()["rows"] == 8
 
 
 def test_rows_with_labels_are_found_by_their_labels_and_not_by_ids_that_data_sets_share() -> None:

@@ -410,9 +410,13 @@ def test_empty_input_makes_empty_columns_of_the_same_type(format_: Format, value
 @pytest.mark.parametrize("missing", MISSING)
 def test_missing_ids_are_invalid(missing: Any) -> None:
     (one,) = IdFormat().decode_all([missing])
-    in_a_list, none, several = IdFormat(in_lists=True).decode_all([[1, missing], None, np.array([1, 2])])
+    ids = IdFormat(in_lists=True)
+    in_a_list, none, several = ids.decode_all([[1, missing], None, np.array([1, 2])])
     assert str(one) == str(in_a_list) == "missing id"
     assert (none, several) == ([], [1, 2])
+    assert ids.decode_all([7, "7", b"d7"]) == ids.decode_all(
+        [[7], ["7"], [b"d7"]]
+    )  # beside a single negative
     with pytest.raises(DataError, match="row 1 of a batch has no id"):
         stable_ids([4, missing])
 

@@ -16,11 +16,19 @@ from raycl.data.columns import ColumnNames
 from raycl.errors import ConfigError, DataError
 from raycl.evaluation.lexical_baselines import bm25_search, tfidf_search
 from raycl.evaluation.metrics import retrieval_scores
-from raycl.evaluation.retrieval import Task, benchmark_task, evaluate_retrieval, image_task, pair_task
+from raycl.evaluation.retrieval import (
+    Task,
+    benchmark_task,
+    evaluate_retrieval,
+    image_task,
+    pair_task,
+    read_captioned_images,
+)
 from raycl.evaluation.search import search
 from raycl.models.encoder_io import save_encoder
 from raycl.storage import Place
 from tests.encoders import image_encoder
+from tests.images import digit_files
 from tests.pairs import small_config
 from tests.test_saved_text import save
 
@@ -274,22 +282,26 @@ def test_relevance_needs_grades(write: Write) -> None:
 
 def test_images_search_all_captions_and_share_equal_captions(write: Write) -> None:
     captions = [["a cat", "a pet"], ["a dog", "a pet"], ["", None], ["a bird", "a bird", ""]]
-    task = image_task(write("images", image=[b"1", b"2", b"3", b"4"], caption=captions), NAMES)
+    task = image_task(
+        read_captioned_images(write("images", image=[b"1", b"2", b"3", b"4"], caption=captions), NAMES)
+    )
     assert task.queries == [b"1", b"2", b"4"]
     assert task.documents == ["a cat", "a pet", "a dog", "a bird"]
     assert task.relevance.tolist() == [[0, 0, 1], [0, 1, 1], [1, 1, 1], [1, 2, 1], [2, 3, 1]]
     assert task.sizes == {"num_train": 0, "num_test": 3, "num_invalid": 1}
-    single = image_task(write("single", image=[b"1", b"2"], caption=["a cat", "a dog"]), NAMES)
+    single = image_task(
+        read_captioned_images(write("single", image=[b"1", b"2"], caption=["a cat", "a dog"]), NAMES)
+    )
     assert relevance_of(single) == {(b"1", "a cat", 1), (b"2", "a dog", 1)}
 
 
 def test_a_row_per_caption_makes_the_task_of_a_row_per_image(write: Write) -> None:
     rows = [(b"1", "a cat"), (b"2", "a dog"), (b"1", "a pet"), (b"2", "a pet")]
     images, captions = (list(column) for column in zip(*rows, strict=True))
-    flat = image_task(write("flat", image=images, caption=captions), NAMES)
+    flat = image_task(read_captioned_images(write("flat", image=images, caption=captions), NAMES))
     lists = write("lists", image=[b"1", b"2"], caption=[["a cat", "a pet"], ["a dog", "a pet"]])
     assert flat.queries == [b"1", b"2"]
-    assert relevance_of(flat) == relevance_of(image_task(lists, NAMES))
+    assert relevance_of(flat) == relevance_of(image_task(read_captioned_images(lists, NAMES)))
     assert len(flat.relevance) == 4
     assert flat.sizes == {"num_train": 0, "num_test": 4, "num_invalid": 0}
 
@@ -303,7 +315,10 @@ def test_a_column_label_is_not_read_of_sets_whose_labels_have_no_meaning(
     label: list[Any], write: Write
 ) -> None:
     images = {"image": [b"1", b"2", b"3"], "caption": ["a cat", "a dog", "a bird"]}
-    labeled, plain = (image_task(write("images", **images, **more), NAMES) for more in ({"label": label}, {}))
+    labeled, plain = (
+        image_task(read_captioned_images(write("images", **images, **more), NAMES))
+        for more in ({"label": label}, {})
+    )
     assert (labeled.queries, labeled.sizes) == (plain.queries, plain.sizes)
     assert relevance_of(labeled) == relevance_of(plain)
     sets = benchmark(write, queries__label=label, documents__label=[*label, label[0]])
@@ -314,9 +329,38 @@ def test_a_column_label_is_not_read_of_sets_whose_labels_have_no_meaning(
 
 def test_an_image_that_is_missing_or_cannot_be_read_is_an_invalid_row(write: Write) -> None:
     images = pa.array([{"bytes": b"1", "path": None}, None, {"bytes": None, "path": "/no/such.png"}])
-    task = image_task(write("images", image=images, caption=["a cat", "a dog", "a bird"]), NAMES)
+    task = image_task(
+        read_captioned_images(write("images", image=images, caption=["a cat", "a dog", "a bird"]), NAMES)
+    )
     assert (task.queries, task.documents) == ([b"1"], ["a cat"])
     assert task.sizes == {"num_train": 0, "num_test": 1, "num_invalid": 2}
+
+
+def test_images_that_cannot_be_decoded_are_skipped_counted_and_named(
+    write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(small_config("clip"), tmp_path / "run")
+    images, captions = digit_files(4)[0], ["a zero", "a one", "a two", "a three"]
+    whole = write("whole", image=images, caption=captions)
+    broken = [*images[:2], b"broken", *images[2:], b"broken", images[3][:60]]
+    broken = write("broken", image=broken, caption=[*captions[:2], "lost", *captions[2:], "more", "cut"])
+    expected = evaluate_retrieval(run=str(tmp_path / "run"), test=whole, quiet=True)
+    capsys.readouterr()
+    found = evaluate_retrieval(run=str(tmp_path / "run"), test=broken)
+    assert found == {**expected, "num_invalid": 3}
+    err = capsys.readouterr().err
+    assert f"3 of 7 rows of {broken} are invalid and are skipped: 2 not an image" in err
+    assert "for example broken row 2 (not an image); broken row 5 (not an image); broken row 6 (" in err
+    none = write("none", image=[b"broken"], caption=["lost"])
+    with pytest.raises(DataError, match="none of the 1 rows of .*none can be used"):
+        evaluate_retrieval(run=str(tmp_path / "run"), test=none, quiet=True)
+
+
+def test_retrieval_refuses_splits_of_one_folder(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        pq.write_table(pa.table({"query": ["q"], "document": ["d"]}), tmp_path / f"{split}.parquet")
+    with pytest.raises(DataError, match="holds a data set in 2 splits; give --data .*/test.parquet or"):
+        pair_task(str(tmp_path), None, NAMES)
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.int64(), pa.null()])
@@ -359,7 +403,7 @@ def test_data_sets_without_a_valid_row_are_refused(write: Write) -> None:
             pair_task(test, train, NAMES)
     images = write("images", image=[b"1"], caption=pa.array([[]], pa.list_(pa.string())))
     with pytest.raises(DataError, match="none of the 1 rows of .*images can be used"):
-        image_task(images, NAMES)
+        image_task(read_captioned_images(images, NAMES))
 
 
 def test_data_sets_that_would_be_ignored_are_refused(tmp_path: Path) -> None:

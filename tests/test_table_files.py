@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 from dataclasses import replace
@@ -799,6 +800,58 @@ def test_tables_in_folders_of_splits_are_refused_unless_a_pattern_names_them(tmp
     for name in ("train", "{train,Test}/rows.csv"):
         check_no_splits(find_source(f"{tmp_path}/{name}", TEXTS))
     write_rows(tmp_path / "more" / "rows.csv", [{"text": "more"}])
+    check_no_splits(find_source(str(tmp_path), TEXTS))
+
+
+@pytest.mark.parametrize(
+    ("files", "given"),
+    [
+        (["train.csv", "test.csv"], ["test.csv", "train.csv"]),
+        (["cats_train.csv", "cats_val.csv"], ["cats_train.csv", "cats_val.csv"]),
+        (
+            [f"data/train-{number:05}-of-00012.csv" for number in range(12)]
+            + ["data/test-00000-of-00001.csv"],
+            ["data/test-00000-of-00001.csv", "data/train-{00000..00011}-of-00012.csv"],
+        ),
+        (
+            ["data/train-7.csv", "data/train-9.csv", "data/eval.csv"],
+            ["data/eval.csv", "data/{train-7.csv,train-9.csv}"],
+        ),
+        (
+            [f"{split}{year}.csv" for split in ("train", "val") for year in (2014, 2017, 2018, 2020)],
+            ["{train2014.csv,train2017.csv,...}", "{val2014.csv,val2017.csv,...}"],
+        ),
+        (["data/train/a.csv", "data/dev.csv"], ["data/dev.csv", "data/train"]),
+        (["split=train/a.csv", "split=test/a.csv"], ["split=test", "split=train"]),
+    ],
+)
+def test_files_that_are_named_by_splits_are_refused(
+    files: list[str], given: list[str], tmp_path: Path
+) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        write_rows(tmp_path / name, [{"text": name}])
+    addresses = [f"{tmp_path}/{each}" for each in given]
+    expected = " or ".join(f"--data {shlex.quote(each)}" for each in addresses)
+    with pytest.raises(DataError, match=f"in 2 splits; give {re.escape(expected)}$"):
+        check_no_splits(find_source(str(tmp_path), TEXTS))
+    for address in addresses if "..." not in expected else []:
+        check_no_splits(find_source(address, TEXTS))
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["train-0.csv", "train-1.csv"],
+        ["train.csv", "more.csv"],
+        ["train/test.csv", "train/a.csv"],
+        ["part-test-train.csv", "part-test-dev.csv"],
+        ["trained.csv", "tests.csv"],
+    ],
+)
+def test_files_of_no_or_one_split_are_one_data_set(files: list[str], tmp_path: Path) -> None:
+    for name in files:
+        write_rows(tmp_path / name, [{"text": name}])
     check_no_splits(find_source(str(tmp_path), TEXTS))
 
 

@@ -2,6 +2,7 @@
 
 import os
 import posixpath
+import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +18,7 @@ from raycl.data.iceberg_tables import METADATA, find_metadata, open_iceberg
 from raycl.data.images import EXTENSIONS
 from raycl.data.labels import (
     are_numbers,
+    check_label_names,
     class_names,
     distinct_labels,
     inexact_label,
@@ -24,7 +26,7 @@ from raycl.data.labels import (
 )
 from raycl.data.lance_tables import is_lance, lance_fragments
 from raycl.data.patterns import FORMS, expand, folder_of, is_pattern
-from raycl.data.sources import FILES, READERS, Fragment, Source
+from raycl.data.sources import FILES, READERS, VERSIONED, Fragment, Source
 from raycl.data.tables import TableFile, TableFormat, chosen, reading, roles_in
 from raycl.data.weights import check_weight_columns
 from raycl.errors import ConfigError, DataError
@@ -94,14 +96,53 @@ def _real(uri: str) -> str:
 
 
 def check_no_splits(source: Source) -> None:
-    """Raise ``DataError`` if a folder holds splits, such as train and test; a pattern may name files of several."""
-    of_files = {each.file.partition("/")[0] for each in source.fragments}
-    splits = source.classes or () if source.kind == "folder" else sorted(of_files)
-    are_splits = len(splits) > 1 and {name.lower() for name in splits} <= _SPLITS
-    if are_splits and not is_pattern(source.uri):
-        folders = (shlex.quote((Place(source.uri) / split).uri) for split in splits)
-        given = " or ".join(f"--data {folder}" for folder in folders)
+    """Raise ``DataError`` if a folder holds splits, such as train and test; a pattern may name files of several.
+
+    Folders name the splits, as ``train`` and ``split=train`` do, or words in the names of files, as in
+    ``train-00000-of-00002.parquet``.
+    """
+    paths = dict.fromkeys(each.file for each in source.fragments)
+    if source.kind == "folder":  # the names of images mean nothing
+        images = (path for each in source.fragments for path in each.paths)
+        paths = dict.fromkeys("".join(path.rpartition("/")[:2]) for path in images)
+    is_chosen = is_pattern(source.uri) or source.kind in VERSIONED  # a table's folders are its own
+    splits = {} if is_chosen else _splits(list(paths))
+    if len(splits) > 1:
+        addresses = ((Place(source.uri) / _of_all(files)).uri for _, files in sorted(splits.items()))
+        given = " or ".join(f"--data {shlex.quote(each)}" for each in addresses)
         raise DataError(f"{source.uri} holds a data set in {len(splits)} splits; give {given}")
+
+
+def _splits(paths: Sequence[str]) -> dict[str, list[str]]:
+    """Return the folders or files of each split by name; nothing if a path is in no split.
+
+    Below the folder of all files, a split is in a folder of its name, or has files with its name among their words.
+    """
+    above = posixpath.commonpath(map(posixpath.dirname, paths))
+    found: dict[str, list[str]] = {}
+    for path in paths:
+        name, is_folder, _ = path[len(above) :].lstrip("/").partition("/")
+        named = [name.rpartition("=")[2]] if is_folder else re.findall("[a-z]+", name, re.IGNORECASE)
+        words = _SPLITS.intersection(map(str.lower, named))
+        if len(words) != 1:
+            return {}
+        files = found.setdefault(name if is_folder else words.pop(), [])
+        if not is_folder or not files:
+            files.append(posixpath.join(above, name))
+    return found
+
+
+def _of_all(files: Sequence[str]) -> str:
+    """Return the only file, or a pattern of all: a range if they differ in their first number alone."""
+    folder, names = posixpath.dirname(files[0]), [posixpath.basename(each) for each in files]
+    numbers = sorted((each for name in names for each in re.findall(r"\d{1,18}", name)[:1]), key=int)
+    pattern = f"{{{','.join(names if len(names) <= 3 else [*names[:2], '...'])}}}"
+    if len(names) == 1:
+        pattern = names[0]
+    elif numbers and int(numbers[-1]) - int(numbers[0]) == len(names) - 1:
+        counted = re.sub(r"\d{1,18}", f"{{{numbers[0]}..{numbers[-1]}}}", names[0], count=1)
+        pattern = counted if expand(f"/{counted}") == names else pattern
+    return posixpath.join(folder, pattern)
 
 
 def existing(uri: str) -> Place:
@@ -272,7 +313,10 @@ def _table_source(
         check_weight_columns(parts, where=uri)
     classes = label_names = None
     if columns.label is not None:
-        label_names = names_of_integers(tables[0].schema, columns.label)
+        names_by_file = [names_of_integers(each.schema, columns.label) for each in tables]
+        if not columns.labels_are_grades:
+            check_label_names(names_by_file, where=uri)
+        label_names = names_by_file[0]
         is_asked = asked.label is not None
         classes, ignored_label = _classes(reader, tables, columns, types, is_asked=is_asked)
         if ignored_label:

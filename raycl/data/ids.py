@@ -4,11 +4,13 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, final
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from PIL import Image
 
 from raycl.data.codecs import to_numpy
 from raycl.errors import DataError, InvalidValueError
@@ -21,7 +23,7 @@ EXACT = 2**53  # integers below it are exact as float64
 @final
 @dataclass(frozen=True)
 class IdFormat:
-    """One id per row, or a list of ids with ``in_lists``."""
+    """One id per row, or with ``in_lists`` a list of ids; a single id counts as a list of one."""
 
     in_lists: bool = False
 
@@ -39,7 +41,7 @@ class IdFormat:
 
     def _numbers(self, value: Any) -> list[int] | InvalidValueError:
         values = [value]
-        if self.in_lists:
+        if self.in_lists and (value is None or isinstance(value, list | tuple | np.ndarray)):
             values = [] if value is None else list(value)
         cause = next(filter(None, map(why_invalid, values)), None)
         return InvalidValueError(cause) if cause else list(map(entity_id, values))
@@ -62,8 +64,10 @@ def why_invalid(value: Any) -> str | None:
 
 def stable_id(value: Any) -> int:
     """Return an int64: integers stay (64 unsigned bits wrap around), other values are hashed."""
-    # NumPy turns integers into floats if one of them is missing.
+    # NumPy turns integers into floats if one of them is missing, and databases write them as decimals.
     if isinstance(value, float | np.floating) and value.is_integer():
+        value = int(value)
+    if isinstance(value, Decimal) and value.is_finite() and value == int(value) in _64_BITS:
         value = int(value)
     if isinstance(value, int | np.integer):
         return (int(value) + 2**63) % 2**64 - 2**63
@@ -107,7 +111,7 @@ def content_ids(values: Mapping[str, Sequence[Any]]) -> NDArray[np.int64]:
 
 
 def _bytes_of(value: Any) -> bytes:
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray | Image.Image):
         return value.tobytes()
     if isinstance(value, list):
         return b"\1".join(map(_bytes_of, value))

@@ -38,6 +38,17 @@ def names_of_integers(schema: pa.Schema, column: str) -> tuple[str, ...] | None:
         return None
 
 
+def check_label_names(names: Iterable[tuple[str, ...] | None], *, where: str) -> None:
+    """Raise ``DataError`` if two parts of ``where`` give a number other names: its label would stand for two classes."""
+    known: dict[int, str] = {}
+    for number, name in (named for each in names for named in enumerate(each or ())):
+        if known.setdefault(number, name) != name:
+            raise DataError(
+                f"label {number} is {known[number]} in one part of {where} and {name} in another; give all the same numbers, "
+                "as align_labels_with_mapping of datasets does, or names in place of numbers"
+            )
+
+
 def class_names(columns: Iterable[pa.ChunkedArray | pa.Array]) -> tuple[str, ...]:
     """Return the sorted class names of all columns; a label's number is its index among them.
 

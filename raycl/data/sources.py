@@ -31,8 +31,8 @@ from raycl.storage import Place
 
 FILES: tuple[TableFormat, ...] = (ParquetTables(), CsvTables(), JsonTables(), ArrowTables(), TarTables())
 # Their files may move when the table is compacted. Delta and Iceberg list parquet files.
-_VERSIONED: dict[str, TableFormat] = {"delta": FILES[0], "iceberg": FILES[0], "lance": LanceTables()}
-READERS = {each.name: each for each in FILES} | _VERSIONED
+VERSIONED: dict[str, TableFormat] = {"delta": FILES[0], "iceberg": FILES[0], "lance": LanceTables()}
+READERS = {each.name: each for each in FILES} | VERSIONED
 
 
 @final
@@ -217,7 +217,7 @@ class Source:
     def _read_table(self, fragment: Fragment) -> Iterator[RawRows]:
         named = (*self.columns.contents.values(), self.columns.label, self.columns.sample_id)
         file = fragment.place.name
-        folder = None if self.kind in _VERSIONED else fragment.place.parent
+        folder = None if self.kind in VERSIONED else fragment.place.parent
         for first, table in self.tables(fragment, list(dict.fromkeys(name for name in named if name))):
             position = np.arange(first, first + table.num_rows, dtype=np.int64)
             yield RawRows.of_table(

@@ -12,17 +12,20 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from raycl.data.columns import ColumnNames, UnlabeledColumnNames
+from raycl.data.decode import row_error
 from raycl.data.ids import entity_id, is_missing
 from raycl.data.matches import DistinctTexts
+from raycl.data.read_stats import ReadStats
 from raycl.display import EvaluationResult
 from raycl.errors import ConfigError, DataError
 from raycl.evaluation.lexical_baselines import bm25_search, tfidf_search, tfidf_similarity
 from raycl.evaluation.metrics import average_precision, retrieval_scores
 from raycl.evaluation.search import Ranking, fuse, num_texts, of_documents, search
-from raycl.inference.embed import embed_values
+from raycl.inference.embed import embed_valid_values, embed_values
 from raycl.inference.encoder import read_encoders
-from raycl.inference.reading import Values, read_pairs, read_values
+from raycl.inference.reading import Values, read_pairs, read_values, report_invalid
 from raycl.models.encoder_io import SavedEncoder
+from raycl.models.specs import ImageEncoderSpec
 
 DEPTH = 100  # of rankings: MRR and MAP ignore documents below
 
@@ -133,7 +136,7 @@ def evaluate_retrieval(
             )
         if examples:
             raise ConfigError("examples are of texts, and the run has an encoder of images; leave them out")
-        scores = _evaluate_images(image_task(test, names, quiet=quiet), encoders, options)
+        scores = _evaluate_images(test, names, encoders, options)
     else:
         if queries is not None and documents is not None:
             task = benchmark_task(test, queries, documents, names, quiet=quiet)
@@ -143,8 +146,16 @@ def evaluate_retrieval(
     return EvaluationResult({"measure": "retrieval", **scores})
 
 
-def _evaluate_images(task: Task, encoders: list[SavedEncoder], options: dict[str, Any]) -> dict[str, Any]:
-    image, caption = _embed(task, encoders, options)
+def _evaluate_images(
+    test: str, names: ColumnNames, encoders: list[SavedEncoder], options: dict[str, Any]
+) -> dict[str, Any]:
+    quiet = options["quiet"]
+    values = read_captioned_images(test, names, quiet=quiet)
+    images = list(_numbered(values.by_role["image"]))
+    image, decoded = embed_valid_values(images, encoders[0], title="embedding the queries", **options)
+    broken = list(set(images) - {images[position] for position in decoded})
+    task = image_task(_without(broken, values, encoders[0], test, quiet=quiet))
+    caption = embed_values(task.documents, encoders[1], title="embedding the documents", **options)
     directions = {
         "query_to_document": (task, image, caption),
         "document_to_query": (task.reversed(), caption[task.relevant_documents()], image),
@@ -293,10 +304,30 @@ def benchmark_task(
     return _valid_texts_task(texts["query"], texts["document"], relevance, judgments.num_invalid)
 
 
-def image_task(test: str, names: ColumnNames, *, quiet: bool = True) -> Task:
-    """Search captions by images; the captions of all rows with an image are its own."""
+def read_captioned_images(test: str, names: ColumnNames, *, quiet: bool = True) -> Values:
+    """Read images, which are not decoded, and their captions."""
     columns = UnlabeledColumnNames(image=names.image or "image", caption=names.caption or "caption")
-    values = read_values(test, columns, quiet=quiet)
+    return read_values(test, columns, quiet=quiet)
+
+
+def _without(broken: list[bytes], values: Values, saved: SavedEncoder, uri: str, *, quiet: bool) -> Values:
+    """Skip and count the rows with a broken image, and name some of them."""
+    if not broken:
+        return values
+    assert isinstance(saved.spec, ImageEncoderSpec), "the encoder takes images"
+    decoded = {"image": saved.spec.image_format().decode_all(broken)}
+    errors = {image: row_error(decoded, place) for place, image in enumerate(broken)}
+    found = [errors.get(each) for each in values.by_role["image"]]
+    stats = ReadStats(num_rows=len(found))
+    for where, error in zip(values.where, found, strict=True):
+        if error is not None:
+            stats.add_invalid(where, error)
+    report_invalid(uri, stats, quiet=quiet)
+    return values.select(np.array([error is None for error in found]), uri)
+
+
+def image_task(values: Values) -> Task:
+    """Search captions by images; the captions of all rows with an image are its own."""
     images = values.by_role["image"]
     captions = [each if isinstance(each, list) else [each] for each in values.by_role["caption"]]
     image, document = _numbered(images), _numbered(*captions)

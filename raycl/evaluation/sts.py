@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch.nn.functional import normalize
 
 from raycl.data.columns import ColumnNames, UnlabeledColumnNames
-from raycl.data.discovery import find_source
+from raycl.data.discovery import check_no_splits, find_source
 from raycl.data.sources import plain_values
 from raycl.display import EvaluationResult
 from raycl.errors import ConfigError, DataError
@@ -108,6 +108,7 @@ class _PairColumns(ColumnNames):
 def _read(uri: str, *, quiet: bool) -> _Pairs:
     asked = {"query": "sentence1", "document": "sentence2", "query_id": "score", "document_id": "dataset"}
     source = find_source(uri, _PairColumns(image=None, **asked))
+    check_no_splits(source)
     report_unread([source], quiet=quiet)
     names = list(source.columns.asked.values())
     left, right, dataset = list[str](), list[str](), list[Any]()

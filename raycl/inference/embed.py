@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from raycl.arguments import Address, as_address, check_type
@@ -114,6 +115,26 @@ def embed_values(
 
     Raises ``DataError`` for an invalid value.
     """
+    options: dict[str, Any] = {"gpu": gpu, "address": address, "quiet": quiet, "debug": debug}
+    found, _ = embed_valid_values(values, saved, title=title, max_invalid_fraction=None, **options)
+    return found
+
+
+def embed_valid_values(
+    values: Sequence[str] | Sequence[bytes],
+    saved: SavedEncoder,
+    *,
+    title: str = "embedding",
+    max_invalid_fraction: float | None = 1.0,
+    gpu: bool = False,
+    address: str | None = None,
+    quiet: bool = False,
+    debug: bool = False,
+) -> tuple[Tensor, NDArray[np.int64]]:
+    """Embed the valid ones of texts or encoded images held by this process: [num_valid, representation_dim].
+
+    Also returns their positions [num_valid]. Raises ``DataError`` if too many values are invalid.
+    """
     encoder = saved.build()
     role, kind = role_of(encoder), pa.binary() if saved.takes_images else pa.string()
     connect_unless_small(len(values) * row_bytes(encoder), gpu=gpu, address=address, debug=debug)
@@ -121,7 +142,11 @@ def embed_values(
     blocks = [table.slice(start, BLOCK_ROWS) for start in range(0, len(values), BLOCK_ROWS)]
     columns = ColumnNames(**{"image": None, role: role}, sample_id="sample_id")
     with counting_decoder(
-        formats_of(encoder), num_rows=len(values), title=title, max_invalid_fraction=None, quiet=quiet
+        formats_of(encoder),
+        num_rows=len(values),
+        title=title,
+        max_invalid_fraction=max_invalid_fraction,
+        quiet=quiet,
     ) as decoder:
         if ray.is_initialized():
             decoded = decode_dataset(ray.data.from_arrow(blocks), columns, decoder)
@@ -131,7 +156,7 @@ def embed_values(
     ids = np.concatenate([each["sample_id"].to_numpy() for each in tables])
     found = representations(tables, encoder.spec.representation_dim)
     is_in_order = bool((np.diff(ids) > 0).all())
-    return found if is_in_order else found[np.argsort(ids)]  # a copy
+    return (found if is_in_order else found[np.argsort(ids)]), np.sort(ids)  # a copy
 
 
 def embedded_tables(

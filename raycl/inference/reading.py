@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress
 from typing import Any, final
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from raycl.data.codecs import Formats
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import Decoder, decode_here, decode_source, row_error
-from raycl.data.discovery import find_source
+from raycl.data.discovery import check_no_splits, find_source
 from raycl.data.ids import IdFormat
 from raycl.data.images import ImageFormat, InvalidImageError
 from raycl.data.in_memory import InMemoryDataset
@@ -128,7 +128,7 @@ def decoded_tables(source: Source, decoder: Decoder) -> list[pa.Table]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Values:
-    """The values of a set by role, and labels [num_rows], -1 for a missing label.
+    """The values of a set by role, the origin of each image, and labels [num_rows], -1 for a missing label.
 
     ``num_invalid`` counts skipped rows: invalid texts (negatives included), images that are missing or cannot be
     read, and missing labels if the set has a label column.
@@ -136,6 +136,7 @@ class Values:
 
     by_role: dict[str, list[Any]]
     label: NDArray[np.int64]
+    where: list[str] = field(default_factory=list)
     num_invalid: int = 0
 
     @property
@@ -153,6 +154,7 @@ class Values:
         return Values(
             by_role={role: list(compress(values, is_valid)) for role, values in self.by_role.items()},
             label=self.label[is_valid],
+            where=list(compress(self.where, is_valid)),
             num_invalid=self.num_invalid + int((~is_valid).sum()),
         )
 
@@ -161,18 +163,21 @@ def read_values(uri: str, columns: ColumnNames, *, keep_invalid: bool = False, q
     """Read the columns of a set, texts as strings.
 
     ``keep_invalid`` keeps all rows, with None for an invalid text or an unreadable image. Files and labels that
-    are not read are printed, unless ``quiet``. Raises ``DataError`` for a missing column, or if no row is valid.
+    are not read are printed, unless ``quiet``. Raises ``DataError`` for a missing column, a folder of splits, or if no row
+    is valid.
     """
     source = find_source(uri, columns)
+    check_no_splits(source)
     report_unread([source], quiet=quiet)
     by_role: dict[str, list[Any]] = {role: [] for role in source.columns.contents}
-    labels = [np.empty(0, np.int64)]
+    labels, where = [np.empty(0, np.int64)], list[str]()
     for fragment in source.fragments:
         for rows in source.read(fragment):
             for role, values in rows.values.items():
                 by_role[role] += (_valid_value(role, value) for value in values)
             labels.append(_integer_labels(rows.label, source.classes))
-    found = Values(by_role=by_role, label=np.concatenate(labels))
+            where += rows.where if "image" in by_role else ()  # millions of texts need none
+    found = Values(by_role=by_role, label=np.concatenate(labels), where=where)
     is_valid = np.ones(len(found.label), np.bool_)
     for role in {*TEXTS, "negatives", "image"} & by_role.keys():
         is_valid &= [value is not None for value in by_role[role]]

@@ -7,7 +7,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from raycl.chain import hash_of_draw
+from raycl.chain import CHAIN, hash_of_draw, read_chain, sha256_of_files
 from raycl.data.fingerprint import fingerprint
 from raycl.data.in_memory import Batch
 from raycl.data.sources import Fragment
@@ -53,6 +53,7 @@ class DrawnRows:
         recorded, found = read.fingerprints(), self._rows.fingerprints
         if not recorded:
             raise ConfigError(f"the run has no {READ_ROWS} with fingerprints of its rows")
+        self._check_bound(READ_ROWS)
         places = {each.first_id: each for source in self._rows.sources for each in source.fragments}
         for first, value in recorded.items():
             if found.get(first) != value:
@@ -60,6 +61,16 @@ class DrawnRows:
                     f"the run read other rows than there are now {_place_of(places.get(first), self._history.run)}"
                 )
         return f"{len(recorded):,} of {len(places):,} parts of the stream with the contents that the run read last"
+
+    def _check_bound(self, name: str) -> None:
+        """Raise ``ConfigError`` for a file that no link binds; a run that still trains adds links meanwhile."""
+        output = self._history.run.output
+        found = sha256_of_files(output, (name,))
+        if not any(found.items() <= link.get("files", {}).items() for link in read_chain(output)):
+            raise ConfigError(
+                f"no link of {CHAIN} binds {name}: an older version of raycl wrote it, the run ended while it saved a "
+                "checkpoint, or the file was changed"
+            )
 
     def _check_corpus(self) -> str:
         """Compare the texts of ``text.corpus`` with those that each start has read; a resumed run may need none."""

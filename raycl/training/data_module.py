@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from raycl.config import RunConfig, TextConfig
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import Decoder
+from raycl.data.labels import check_label_names
 from raycl.data.read_stats import ReadStats
 from raycl.data.sources import Fragment, Source
 from raycl.data.split import Holdout, Keep, make_split
@@ -95,6 +96,16 @@ class DataModule:
         check_prompts(self._config.text, vocabulary.tokenizer)
         return vocabulary
 
+    def num_train(self, decoded: Sequence[ray.data.Dataset]) -> list[int]:
+        """Return the number of training rows of each data set; of a stream, if all its rows are valid."""
+        if self.streamed:
+            return [self.num_train_expected()]
+        # The coordinator counts equal blocks of a Ray Dataset without ids once, as it counts a block that is read again.
+        return [
+            each.stats().num_train if each.source else int(self.holdout.is_train(_ids_of(rows)).sum())
+            for each, rows in zip(self.data_sets, decoded, strict=True)
+        ]
+
     def num_train_expected(self) -> int:
         """Return the number of training rows if all rows are valid."""
         num_candidates = self._num_evaluation_rows() if self._first.source else self.num_rows
@@ -104,7 +115,7 @@ class DataModule:
         """Return the number of rows to read before training; for a click log, the rows that became pairs."""
         if self.streamed and self._first.source:
             return self._num_evaluation_rows()
-        return sum(each.num_rows if each.num_clicks is None else each.num_clicks for each in self.data_sets)
+        return sum(each.num_read for each in self.data_sets)
 
     def rows_to_keep(self) -> list[ray.data.Dataset]:
         """Return the decoded rows to keep in memory by data set: all, or only a stream's evaluation rows, if any."""
@@ -127,8 +138,7 @@ class DataModule:
         Raises ``DataError`` for a streamed dataset, whose ids are unknown before it is read.
         """
         if not self.streamed:
-            tables = [table for each in decoded for table in fetch_tables(each.select_columns(["sample_id"]))]
-            found = np.unique(np.concatenate([table["sample_id"].to_numpy() for table in tables]))
+            found = np.unique(np.concatenate([_ids_of(each) for each in decoded]))
             return found[self.holdout.is_train(found)]
         if self._first.source is None:
             raise DataError(
@@ -249,6 +259,12 @@ def _check_columns(data_sets: Sequence[DataSet]) -> None:
             )
 
 
+def _ids_of(decoded: ray.data.Dataset) -> NDArray[np.int64]:
+    """Return the ids of all decoded rows."""
+    tables = fetch_tables(decoded.select_columns(["sample_id"]))
+    return np.concatenate([np.empty(0, np.int64), *(table["sample_id"].to_numpy() for table in tables)])
+
+
 def _listed(data_set: DataSet) -> str:
     columns = data_set.columns_of_file
     named = list(columns.asked.values())
@@ -258,6 +274,7 @@ def _listed(data_set: DataSet) -> str:
 
 def _share_classes(data_sets: Sequence[DataSet]) -> None:
     """Number the text labels of all data sets by the names of all classes; integers are the same class if equal."""
+    check_label_names((each.source and each.source.label_names for each in data_sets), where="the data sets")
     names = {name for each in data_sets for name in each.classes or ()}
     for each in data_sets if names else ():
         if each.classes is None:

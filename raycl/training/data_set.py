@@ -65,6 +65,11 @@ class DataSet:
         return self.source or self.dataset
 
     @property
+    def num_read(self) -> int:
+        """The number of rows to read; for a click log, the rows that became pairs."""
+        return self.num_rows if self.num_clicks is None else self.num_clicks
+
+    @property
     def has_labels(self) -> bool:
         """Whether the rows have labels."""
         return self.source.has_labels if self.source else self.columns.label is not None
@@ -82,7 +87,7 @@ class DataSet:
     def counts(self) -> dict[str, Any]:
         """Return the numbers of rows, with the invalid and skipped ones by cause."""
         rows = self.stats()
-        return {"rows": rows.num_rows, "invalid_rows": dict(rows.invalid), "skipped": dict(rows.skipped)}
+        return {"rows": self.num_read, "invalid_rows": dict(rows.invalid), "skipped": dict(rows.skipped)}
 
     def decode(self, decoder: Decoder, fragments: tuple[Fragment, ...] | None = None) -> ray.data.Dataset:
         """Return the decoded rows of all fragments, or of these."""

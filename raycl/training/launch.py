@@ -236,15 +236,13 @@ def _read_data(run: ValidatedRun, data: DataModule, coordinator: Any, *, quiet: 
     title = "reading the rows for evaluation" if streamed else "reading"
     with ProgressLine(title, rows_read(coordinator, data.num_read_first()), quiet=quiet):
         decoded = [dataset.materialize() for dataset in data.rows_to_keep()]
-    num_train = {}
     for each in data.data_sets:
-        rows = each.stats()
-        rows.check(config.data.max_invalid_fraction)
-        num_train[each.name] = data.num_train_expected() if streamed else rows.num_train
+        each.stats().check(config.data.max_invalid_fraction)
+    num_train = data.num_train(decoded)
     data.check_classes(decoded)
-    check_sizes(config, num_train)
+    check_sizes(config, dict(zip((each.name for each in data.data_sets), num_train, strict=True)))
     if not streamed:  # a stream may have a few more rows than expected
-        _check_length(config, run.output, list(num_train.values()))
+        _check_length(config, run.output, num_train)
     has_slots = config.negatives.has_slots
     needs_ids = has_slots or (streamed and config.negatives.mined.num > 0)
     sample_id = data.sample_ids(decoded) if needs_ids else None
@@ -255,7 +253,7 @@ def _read_data(run: ValidatedRun, data: DataModule, coordinator: Any, *, quiet: 
         output=run.output,
         blocks=blocks,
         stream=data.stream(run.output) if streamed else None,
-        num_train=tuple(num_train.values()),
+        num_train=tuple(num_train),
         holdout=data.holdout,
         coordinator=coordinator,
         is_evaluated=data.is_evaluated,

@@ -104,7 +104,10 @@ class RunChain:
 
     def checkpoint(self, name: str, position: Position, state: Path) -> None:
         """Add the link of a checkpoint that is about to be saved, after ``sum_draws``; on the first worker."""
-        self._add(CHECKPOINT, position, name=name, state=sha256_of_local(state), **self._progress())
+        files = sha256_of_files(self._output, (READ_ROWS,))
+        self._add(
+            CHECKPOINT, position, name=name, state=sha256_of_local(state), files=files, **self._progress()
+        )
 
     def roll_back(self, position: Position, restored: Mapping[str, Any]) -> None:
         """Continue from an earlier checkpoint of this run."""
