@@ -243,8 +243,8 @@ def _read_data(run: ValidatedRun, data: DataModule, coordinator: Any, *, quiet: 
         num_train[each.name] = data.num_train_expected() if streamed else rows.num_train
     data.check_classes(decoded)
     check_sizes(config, num_train)
-    if not streamed:  # a stream may have a few more rows than expected
-        _check_length(config, run.output, list(num_train.values()))
+    # A stream may have a few more rows than expected, but no more than all.
+    _check_length(config, run.output, [data.num_rows] if streamed else list(num_train.values()))
     has_slots = config.negatives.has_slots
     needs_ids = has_slots or (streamed and config.negatives.mined.num > 0)
     sample_id = data.sample_ids(decoded) if needs_ids else None
