@@ -91,7 +91,7 @@ def _check_batch(run: "RunConfig", stage: Stage) -> str | None:
             f"batch_size {stage.batch_size} does not divide over {workers} workers; "
             "batch_size counts the rows of all workers; choose a multiple"
         )
-    if problem := _check_classes(run, stage):
+    if problem := _check_classes(run, stage) or _check_single_rows(run, stage):
         return problem
     groups = max(run.batchnorm_groups, workers)
     if run.batchnorm != "shuffled":
@@ -124,6 +124,18 @@ def _check_classes(run: "RunConfig", stage: Stage) -> str | None:
     if stage.batch_size == group:
         return f"data.samples_per_class {group} is the whole batch, which then has one class; choose a larger batch_size"
     return None
+
+
+def _check_single_rows(run: "RunConfig", stage: Stage) -> str | None:
+    """Check that BatchNorm of the projection head, if each worker has its own, gets two rows or more."""
+    head, is_local = run.projection_head, run.batchnorm in ("local", "local_view")
+    views = 1 if run.batchnorm == "local_view" else min(run.views_by_size(stage).values())
+    if not (is_local and head.batchnorm and head.num_layers > 1) or run.local_batch_size(stage) * views > 1:
+        return None
+    return (
+        f"batchnorm {run.batchnorm} normalizes a single row of a worker in the projection head, and needs two; choose a "
+        f"batch_size of at least {2 * run.workers_of(stage)}, or set batchnorm to synchronized, layer or group"
+    )
 
 
 def _range_hint(least: int, most: int) -> str:
