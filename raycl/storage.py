@@ -384,6 +384,12 @@ def absolute(uri: str | os.PathLike[str]) -> str:
     return text if "://" in text else str(Path(os.path.expanduser(text)).absolute())
 
 
+def repeated(uris: Iterable[str]) -> str | None:
+    """Return an address that is given twice, also as another path or with a slash at its end; None without one."""
+    places = [absolute(each).rstrip("/") for each in uris]
+    return next((each for each in places if places.count(each) > 1), None)
+
+
 def parse_object(text: str | bytes) -> dict[str, Any] | None:
     """Return the object in a text of JSON, None if the text is damaged or has another value."""
     try:
