@@ -156,6 +156,13 @@ def test_a_setting_may_repeat_the_value_of_a_flag_or_set_what_the_flag_leaves_op
     assert (config.stages[0].epochs, config.stages[0].batch_size) == (3, 64)
 
 
+@pytest.mark.parametrize("flag", ["--steps", "--data", "--json"])
+def test_the_check_of_a_certificate_takes_no_flag_of_its_writing(raycl, flag: str) -> None:
+    status, _, err = raycl("certify", "--check", "certificate.json", flag, 2)
+    assert (status, err.count("\n")) == (2, 1)
+    assert "reads a certificate and the files of its run only; remove --steps, --data and --json" in err
+
+
 def test_help_lists_every_command(raycl) -> None:
     status, out, _ = raycl("--help")
     assert status == 0
