@@ -209,6 +209,7 @@ def digits(tmp_path: Path) -> Path:
         (["--seed", -1], "seed"),
         (["--workers", "0:2"], "--workers takes a positive number of processes, or MIN:MAX, got '0:2'"),
         (["--workers", "1:2:3"], "got '1:2:3'"),
+        (["--workers", "1:1000000000"], "from 1 to 1000000000; choose a narrower MIN:MAX)"),
         (["--workers", "3:2"], "min_workers 3 is more than workers 2"),
         (["--workers", "1:3"], "batch_size 256 does not divide over 3 workers"),
         (

@@ -142,8 +142,8 @@ def _range_hint(least: int, most: int) -> str:
     """Return a hint for ranges of workers: a batch size that divides over each number."""
     if least == most:
         return ""
-    multiple = math.lcm(*range(least, most + 1))
-    # For 1 to 16 workers it is 720,720, too large for a batch.
+    # For 16 numbers it is 720,720 or more, too large for a batch.
+    multiple = math.lcm(*range(least, min(most, least + 15) + 1))
     remedy = f"choose a multiple of {multiple}" if multiple <= 100_000 else "choose a narrower MIN:MAX"
     return f" (the run may have any number of workers from {least} to {most}; {remedy})"
 
