@@ -148,6 +148,12 @@ def test_workers_are_a_number_or_a_range(digits: Path, tmp_path: Path) -> None:
     assert ranges == {None: (2, 4), "3": (3, 3), "1:4": (1, 4), "2:2": (2, 2)}
 
 
+def test_the_last_of_two_equal_settings_is_applied_after_a_section_between_them() -> None:
+    settings = ["stages.0.batch_size=32", "stages=[{steps: 3, batch_size: 64}]", "stages.0.batch_size=128"]
+    config = plan_run("simclr", data=[], flags={}, settings=[*settings, "data.image_size=32"]).config
+    assert (config.stages[0].steps, config.stages[0].batch_size) == (3, 128)
+
+
 def test_a_setting_may_repeat_the_value_of_a_flag_or_set_what_the_flag_leaves_open() -> None:
     flags = run_flags(gpu=True, workers=2, epochs=3)
     settings = ["gpu=true", "min_workers=1", "stages=[{epochs: 3, batch_size: 64}]"]

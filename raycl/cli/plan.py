@@ -273,7 +273,11 @@ def _first_images(data: "Source | ray.data.Dataset", columns: "ColumnNames") -> 
 
 def settings_of(settings: Settings) -> dict[str, Any]:
     """Return settings by path; raises ``ConfigError`` for a string other than ``key.path=value``."""
-    return dict(pairs_of(settings))
+    found = dict[str, Any]()
+    for path, value in pairs_of(settings):
+        found.pop(path, None)  # the last one is applied last, after a section between the two
+        found[path] = value
+    return found
 
 
 _INVALID: dict[str, type] = {"data.max_invalid_fraction": float}
