@@ -241,9 +241,6 @@ def write_report(runs: Address | Sequence[Address], output: Address | None = Non
     addresses, page = as_addresses("runs", runs), optional_address("output", output)
     if not addresses:
         raise ConfigError("report needs a run: raycl report RUN, or several to compare them")
-    if len(set(addresses)) < len(addresses):
-        repeated = next(each for each in addresses if addresses.count(each) > 1)
-        raise ConfigError(f"{repeated} is given twice; give each run once")
     from raycl.report import writer
 
     if len(addresses) == 1:

@@ -33,7 +33,7 @@ MAX_ATTEMPTS = 16  # 14 minutes of retries
 CONNECT_TIMEOUT_S = 10.0
 REQUEST_TIMEOUT_S = 30.0  # without a byte; pyarrow's default of 3 s is too short for a server under load
 Result = TypeVar("Result")
-_SECRET = re.compile(r"://[^/@]*:[^/@]*@")
+_SECRET = re.compile(r"://[^/@]*:.*@")  # a secret may have any characters, also "/" and "@"
 _BUCKET = re.compile(r"s3://([^/?@]*@)?[^/?@]")
 _PICKLED = "ray.data.arrow_pickled_object"
 _DENIED = re.compile(r"AWS Error ACCESS_DENIED|HTTP status 403")
@@ -361,27 +361,39 @@ def check_address(uri: str) -> None:
     """Raise ``StorageError`` unless it is a local path or has a bucket of S3, ``ConfigError`` if it has credentials."""
     if "://" not in uri:
         return
-    if _SECRET.search(uri):
-        raise ConfigError(
-            f"the address {_SECRET.sub('://***@', uri)!r} contains credentials, which would be written to files and "
-            "logs; remove them, and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-        )
+    _check_no_secret(uri)
     if not _BUCKET.match(uri):
         scheme = uri.partition("://")[0]
         wrong = "it has no bucket" if scheme == "s3" else f"raycl does not support {scheme}://"
         raise StorageError(f"cannot use the address {uri!r}: {wrong}; give a local path or s3://bucket/path")
 
 
+def _check_no_secret(uri: str) -> None:
+    if _SECRET.search(uri):
+        raise ConfigError(
+            f"the address {_SECRET.sub('://***@', uri)!r} contains credentials, which would be written to files and "
+            "logs; remove them, and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        )
+
+
 def absolute(uri: str | os.PathLike[str]) -> str:
     """Make a local path absolute: Ray's processes run in other folders.
 
-    Raises ``StorageError`` for an empty address, such as an unset variable of a shell.
+    Raises ``StorageError`` for an empty address, such as an unset variable of a shell, and ``ConfigError`` for one with
+    credentials.
     """
     text = os.fspath(uri)
     if not text:
         raise StorageError("an address is empty; give a file or a folder, such as . for the working folder")
+    _check_no_secret(text)
     # Unlike Path.expanduser, this leaves the name of an unknown user as it is.
     return text if "://" in text else str(Path(os.path.expanduser(text)).absolute())
+
+
+def repeated(uris: Iterable[str]) -> str | None:
+    """Return an address that is given twice, also as another path or with a slash at its end; None without one."""
+    places = [absolute(each).rstrip("/") for each in uris]
+    return next((each for each in places if places.count(each) > 1), None)
 
 
 def parse_object(text: str | bytes) -> dict[str, Any] | None:

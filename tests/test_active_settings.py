@@ -581,6 +581,27 @@ def test_an_inactive_setting_is_refused_in_one_line(given: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("setting", ["learn_temperature=true", "temperature=0.5", "logq_correction=simple"])
+def test_a_cross_entropy_that_a_hinge_replaces_has_no_settings(setting: str) -> None:
+    def planned(*others: str) -> RunConfig:
+        of_stage = "" if setting.startswith("learn") else "stages.0."
+        fixed = override(recipe("two_tower"), {"learn_temperature": False})
+        return override(fixed, [f"{of_stage}{setting}", *others])
+
+    alone = ["stages.0.hinge_weight=1", "stages.0.final_hinge_weight=1.0"]
+    with pytest.raises(ConfigError, match="a hinge_weight or final_hinge_weight below 1"):
+        planned(*alone)
+    for others in ([alone[0], "stages.0.final_hinge_weight=0"], [*alone, "monitor.on_collapse=rollback"]):
+        planned(*others)
+
+
+def test_a_temperature_has_no_effect_on_the_hinge_alone() -> None:
+    config = override(text_run("two_tower"), {"stages.0.hinge_weight": 1.0})
+    assert not config.learn_temperature
+    assert "temperature" not in active_settings(config)["stages"][0]
+    assert built(replaced(config, "stages.0.temperature", 0.5)) == built(config)
+
+
 def test_a_condition_uses_the_settings_given_together() -> None:
     config = override(
         recipe("simclr", image_size=32),

@@ -148,6 +148,15 @@ def test_the_home_folder_is_expanded_as_a_shell_does(tmp_path: Path, monkeypatch
         raycl.write_report(["~/run", tmp_path / "run"])
 
 
+def test_a_run_that_is_given_twice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for other in ("run/", "./run", tmp_path / "run"):
+        with pytest.raises(ConfigError, match=f"^{re.escape(str(tmp_path))}/run is given twice; give each"):
+            raycl.write_report(["run", other])
+    with pytest.raises(ConfigError, match="^s3://bucket/run is given twice"):
+        raycl.write_report(["s3://bucket/run", "s3://bucket/other", "s3://bucket/run/"])
+
+
 def test_an_image_size_of_numpy_is_a_whole_number() -> None:
     size: Any = np.int64(32)
     assert raycl.recipe("simclr", image_size=size) == CONFIG

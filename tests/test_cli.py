@@ -148,6 +148,27 @@ def test_workers_are_a_number_or_a_range(digits: Path, tmp_path: Path) -> None:
     assert ranges == {None: (2, 4), "3": (3, 3), "1:4": (1, 4), "2:2": (2, 2)}
 
 
+def test_the_last_of_two_equal_settings_is_applied_after_a_section_between_them() -> None:
+    settings = ["stages.0.batch_size=32", "stages=[{steps: 3, batch_size: 64}]", "stages.0.batch_size=128"]
+    config = plan_run("simclr", data=[], flags={}, settings=[*settings, "data.image_size=32"]).config
+    assert (config.stages[0].steps, config.stages[0].batch_size) == (3, 128)
+
+
+def test_a_setting_may_repeat_the_value_of_a_flag_or_set_what_the_flag_leaves_open() -> None:
+    flags = run_flags(gpu=True, workers=2, epochs=3)
+    settings = ["gpu=true", "min_workers=1", "stages=[{epochs: 3, batch_size: 64}]"]
+    config = plan_run("simclr", data=[], flags=flags, settings=settings).config
+    assert (config.gpu, config.workers, config.min_workers) == (True, 2, 1)
+    assert (config.stages[0].epochs, config.stages[0].batch_size) == (3, 64)
+
+
+@pytest.mark.parametrize("flag", ["--steps", "--data", "--json"])
+def test_the_check_of_a_certificate_takes_no_flag_of_its_writing(raycl, flag: str) -> None:
+    status, _, err = raycl("certify", "--check", "certificate.json", flag, 2)
+    assert (status, err.count("\n")) == (2, 1)
+    assert "reads a certificate and the files of its run only; remove --steps, --data and --json" in err
+
+
 def test_help_lists_every_command(raycl) -> None:
     status, out, _ = raycl("--help")
     assert status == 0
@@ -194,8 +215,25 @@ def digits(tmp_path: Path) -> Path:
         (["--seed", -1], "seed"),
         (["--workers", "0:2"], "--workers takes a positive number of processes, or MIN:MAX, got '0:2'"),
         (["--workers", "1:2:3"], "got '1:2:3'"),
+        (["--workers", "1:1000000000"], "from 1 to 1000000000; choose a narrower MIN:MAX)"),
         (["--workers", "3:2"], "min_workers 3 is more than workers 2"),
         (["--workers", "1:3"], "batch_size 256 does not divide over 3 workers"),
+        (
+            ["--seed", 1, "--set", "seed=2"],
+            "--seed sets seed to 1, and --set seed replaces it; give one of them",
+        ),
+        (
+            ["--batch-size", 64, "--set", "stages=[{steps: 3}]"],
+            "--batch-size sets stages.0.batch_size to 64, and",
+        ),
+        (
+            ["--steps", 3, "--set", "stages.0.steps=4"],
+            "--steps sets stages.0.steps to 3, and --set stages.0.s",
+        ),
+        (
+            ["--workers", "1:2", "--set", "min_workers=2"],
+            "--workers sets min_workers to 1, and --set min_wor",
+        ),
         (["--set", "nonsense.key=0"], "unknown key nonsense.key"),
         (["--batch-size", 32, "--set", "encoder.name=no.such:thing"], "cannot find encoder.name"),
         (["--set", "data.columns.image=img"], "no column 'img'; it has image, label"),

@@ -141,6 +141,10 @@ def test_an_invalid_setting_is_refused_in_one_line_with_key_and_value(given: str
 
 INCOMPATIBLE = {  # a recipe and its settings, and a pattern of the error
     "moco_v2 negatives.capacity=100": "capacity 100 is less than a batch of 256",
+    "simclr batchnorm=local_view workers=2 stages.0.batch_size=2": (
+        "^batchnorm local_view normalizes a single row of a worker in the projection head, and needs two; choose a "
+        "batch_size of at least 4, or set batchnorm to synchronized, layer or group$"
+    ),
     "moco_v2 batchnorm_groups=1": "256 does not split into 1 groups .* 2 groups or more",
     "moco_v2 batchnorm_groups=200": "256 does not split into 200 groups",
     "moco_v2 batchnorm_groups=256": "256 groups of at least 2 rows",

@@ -959,6 +959,27 @@ def test_a_closed_terminal_ends_the_explorer_but_not_under_nohup(is_ignored: boo
     assert is_open == is_ignored
 
 
+def test_a_closed_terminal_ends_the_server_without_a_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    import uvicorn
+    from starlette.applications import Starlette
+
+    server = uvicorn.Server(uvicorn.Config(Starlette(), log_level="error", port=0))
+
+    def close_terminal() -> None:
+        while not server.started:
+            time.sleep(0.01)
+        signal.raise_signal(signal.SIGHUP)
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with serve._until_signal():
+            threading.Thread(target=close_terminal).start()
+            server.run()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert capfd.readouterr() == ("closed\n", "")
+
+
 def test_without_ray_serve_the_command_names_the_package_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,6 +21,7 @@ from raycl.batchnorm import replace_batchnorm
 from raycl.errors import ConfigError, RayclError, StorageError
 from raycl.inference.encoder import load_encoder
 from raycl.inference.export import export_encoder
+from raycl.inference.export.sentence_transformers import _move_padding
 from raycl.models.encoder_io import KEY, OWN, save_encoder
 from raycl.models.specs import HeadSpec, TextEncoderSpec
 from raycl.models.towers import build_projection_head
@@ -237,19 +238,25 @@ def test_an_exported_model_can_be_saved_by_sentence_transformers(name: str, tmp_
 
 
 @pytest.mark.parametrize(
-    ("kind", "tokens"),
-    [("bert", "own, cls, wordpiece"), ("roberta", "foreign"), ("bert", "foreign"), ("roberta", "own")],
-    ids=["bert", "roberta", "bert, other padding", "roberta, other padding"],
+    ("kind", "tokens", "padding"),
+    [
+        ("bert", "own, cls, wordpiece", 0),
+        ("roberta", "foreign", 1),
+        ("bert", "foreign", 0),
+        ("roberta", "own, cls, wordpiece", 2),  # the id of [CLS], so that all positions would shift
+        ("roberta", "foreign", 0),  # the id of <s>
+    ],
+    ids=["bert", "roberta", "bert, other padding", "roberta, lower padding", "roberta, higher padding"],
 )
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_an_exported_transformers_model_does_not_need_its_original_folder(
-    kind: str, tokens: str, pooling: str, tmp_path: Path
+    kind: str, tokens: str, padding: int, pooling: str, tmp_path: Path
 ) -> None:
     transformers = pytest.importorskip("transformers")
     tokenizer = TOKENIZERS[tokens]()
     config = {"bert": transformers.BertConfig, "roberta": transformers.RobertaConfig}[kind](
         vocab_size=tokenizer.num_tokens, max_position_embeddings=40, hidden_size=24,
-        num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, dtype="bfloat16",
+        num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, dtype="bfloat16", pad_token_id=padding,
     )  # fmt: skip
     transformers.AutoModel.from_config(config).save_pretrained(tmp_path / "model")
     run = write_texts_run(
@@ -260,6 +267,17 @@ def test_an_exported_transformers_model_does_not_need_its_original_folder(
     expected = load_encoder(run).encode(TEXTS)
     shutil.rmtree(tmp_path / "model")
     assert_vectors(tmp_path / "out", expected)
+
+
+def test_a_model_whose_positions_begin_after_a_fixed_id_is_refused() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    model = transformers.MPNetModel(transformers.MPNetConfig(vocab_size=50, **sizes))
+    _move_padding(model, 1)
+    with pytest.raises(
+        ConfigError, match="the positions of mpnet begin after its padding id 1, and the token"
+    ):
+        _move_padding(model, 0)
 
 
 # Images

@@ -25,7 +25,7 @@ from raycl.evaluation.classification import evaluate
 from raycl.gpus import accelerators, are_missing, check_accelerator, check_bfloat16
 from raycl.recipes import recipe
 from raycl.storage import Place
-from raycl.training.launch import _check_length, _report_skipped, train
+from raycl.training.launch import _check_length, _read_data, _report_skipped, train
 from raycl.training.preflight import check_negatives, check_pairs, column_names
 from tests.images import encode, write_digits
 
@@ -331,3 +331,32 @@ def test_a_run_is_not_resumed_with_fewer_steps_than_it_has_made(tmp_path: Path) 
         ConfigError, match="has made 6 steps, and --resume would train for 3; repeat its --epochs"
     ):
         _check_length(override(two_epochs, {"stages.0.epochs": 1}), output, [100])
+
+
+def test_a_stream_is_not_resumed_with_fewer_steps_than_all_its_rows_allow(tmp_path: Path) -> None:
+    config = override(recipe("simclr", image_size=32), {"stages.0.batch_size": 10, "data.cache": "stream"})
+    run: Any = SimpleNamespace(output=Place(str(tmp_path)))
+    stats = SimpleNamespace(check=lambda _: None)
+    data: Any = SimpleNamespace(
+        streamed=True,
+        num_rows=100,
+        num_read_first=lambda: 0,
+        rows_to_keep=list,
+        data_sets=[SimpleNamespace(name="rows", stats=lambda: stats)],
+        num_train_expected=lambda: 89,
+        check_classes=lambda _: None,
+    )
+
+    def resume(**length: int | None) -> None:
+        run.config = override(config, {f"stages.0.{key}": value for key, value in length.items()})
+        _read_data(run, data, None, quiet=True)
+
+    (run.output / "checkpoints/step-00000018/state.pt").write_text("")
+    for allowed in ({"epochs": 2}, {"epochs": None, "steps": 18}):  # 16 steps are expected of two epochs
+        with pytest.raises(AttributeError, match="guide"):  # which is read next
+            resume(**allowed)
+    for fewer in ({"epochs": 1}, {"epochs": None, "steps": 17}):
+        with pytest.raises(
+            ConfigError, match="has made 18 steps, and --resume would train for 1[07]; repeat"
+        ):
+            resume(**fewer)

@@ -2,6 +2,7 @@
 
 import ast
 import io
+import itertools
 import json
 import os
 import re
@@ -37,7 +38,7 @@ from raycl.models.text import BagOfSubwords
 from raycl.negatives.actor import QueueActor
 from raycl.negatives.snapshot import read_current, shard_place, snapshot_steps
 from raycl.negatives.spec import BankSpec
-from raycl.storage import Place
+from raycl.storage import Place, repeated
 from raycl.tokenization import train_tokenizer
 from raycl.training.banks import _bank_name
 from tests.conftest import BUCKET
@@ -536,10 +537,17 @@ def test_a_bucket_listing_cannot_escape_its_prefix(s3_server: str) -> None:
 
 
 def test_an_address_with_a_secret_is_refused_without_repeating_it() -> None:
-    for address in ("s3://AKIA:SECRET@bucket/path", "s3://AKIA:SEC%2FRET@bucket/path?region=x"):
+    uses: dict[str, Callable[[str], Any]] = {
+        "s3://AKIA:{}@bucket/path?region=x": lambda address: Place(address).exists(),
+        "s3://AKIA:{}@bucket": lambda address: Place(address).parent,
+        "s3://AKIA:{}@bucket/run": lambda address: repeated([address, address]),
+    }
+    for (address, use), secret in itertools.product(
+        uses.items(), ("SEC", "SEC%2FRET", "SEC/RET", "SEC@/SEC")
+    ):
         with pytest.raises(ConfigError, match="AWS_SECRET_ACCESS_KEY") as caught:
-            Place(address).exists()
-        assert "SEC" not in str(caught.value).replace("AWS_SECRET_ACCESS_KEY", "").replace("a secret", "")
+            use(address.format(secret))
+        assert "SEC" not in str(caught.value).replace("AWS_SECRET_ACCESS_KEY", "")
         assert "AKIA" not in str(caught.value)
 
 

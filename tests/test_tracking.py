@@ -516,6 +516,7 @@ def test_a_folder_left_by_a_tracker_is_not_mistaken_for_its_package(
     [
         ({"mlflow": "runs/mlflow"}, "'runs/mlflow' is a relative path, which differs between nodes"),
         ({"mlflow": "https://me:secret@host/mlflow"}, "MLFLOW_TRACKING_PASSWORD"),
+        ({"mlflow": "https://me:sec/secret@host/mlflow"}, "MLFLOW_TRACKING_PASSWORD"),
         ({"mlflow": "https://token@host"}, "MLFLOW_TRACKING_PASSWORD"),
         ({"wandb": "a/b/c"}, "tracking.wandb"),
         ({"tensorboard": "yes"}, "tracking.tensorboard"),
@@ -528,7 +529,8 @@ def test_impossible_tracker_settings_are_refused(tracking: Mapping[str, Any], sa
 
 
 @pytest.mark.parametrize(
-    "address", ["http://host:5000", "databricks", "/shared/mlflow", "file:/shared/mlflow"]
+    "address",
+    ["http://host:5000", "http://host:5000/a@b", "databricks", "/shared/mlflow", "file:/shared/mlflow"],
 )
 def test_addresses_valid_on_all_nodes_are_accepted(address: str) -> None:
     assert run_of(mlflow=address).tracking == TrackingConfig(mlflow=address)

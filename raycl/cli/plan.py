@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from raycl.arguments import check_type
-from raycl.config import Columns, RunConfig
+from raycl.config import Columns, RunConfig, flat
 from raycl.config.overrides import config_from_yaml, override, pairs_of, unknown_setting
 from raycl.errors import ConfigError
 from raycl.gpus import cpu_has_bfloat16
@@ -47,7 +47,7 @@ def plan_run(
     own_encoder: bool = False,
     resumed: str | None = None,
 ) -> RunPlan:
-    """Plan the run of a recipe, a YAML file or a ``RunConfig``, with flags and then settings applied.
+    """Plan the run of a recipe, a YAML file or a ``RunConfig``, with flags and settings applied.
 
     ``data`` are the addresses of the data sets, or Ray Datasets; none if they are unknown.
     The image size of a recipe is the shorter side of the first images, at most 224, unless
@@ -61,6 +61,7 @@ def plan_run(
     Raises ``ConfigError`` or ``DataError``.
     """
     pairs = settings_of(settings)
+    _check_conflicts(flags, pairs)
     overrides = {**flags, **pairs}
     if isinstance(run, RunConfig):
         _check_flags(flags, run, "the configuration")
@@ -207,6 +208,17 @@ def _length(epochs: int | None, steps: int | None) -> dict[str, Any]:
     return {"stages.0.epochs": epochs, "stages.0.steps": steps}
 
 
+def _check_conflicts(flags: Mapping[str, Any], pairs: Mapping[str, Any]) -> None:
+    """Refuse a setting that would replace the value of a flag, itself or as the section that holds it."""
+    given = [(key, value, path) for key, value in flags.items() if value is not None for path in pairs]
+    for key, value, path in given:
+        if f"{key}.".startswith(f"{path}.") and flat(pairs[path], path).get(key) != value:
+            flag = key.rpartition(".")[2].removeprefix("min_").replace("_", "-")
+            raise ConfigError(
+                f"--{flag} sets {key} to {value}, and --set {path} replaces it; give one of them"
+            )
+
+
 def _check_flags(flags: Mapping[str, Any], config: RunConfig, name: str) -> None:
     """Refuse flags of a single stage if there are several."""
     stage_flags = [key for key, value in flags.items() if key.startswith("stages.0.") and value is not None]
@@ -261,7 +273,11 @@ def _first_images(data: "Source | ray.data.Dataset", columns: "ColumnNames") -> 
 
 def settings_of(settings: Settings) -> dict[str, Any]:
     """Return settings by path; raises ``ConfigError`` for a string other than ``key.path=value``."""
-    return dict(pairs_of(settings))
+    found = dict[str, Any]()
+    for path, value in pairs_of(settings):
+        found.pop(path, None)  # the last one is applied last, after a section between the two
+        found[path] = value
+    return found
 
 
 _INVALID: dict[str, type] = {"data.max_invalid_fraction": float}

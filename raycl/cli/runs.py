@@ -216,7 +216,9 @@ def certify(
     run: Annotated[
         str | None, typer.Argument(help="The --output of a run; with --check, by default the file's folder.")
     ] = None,
-    steps: Annotated[int, typer.Option(help="Steps to compute again, chosen at random.")] = 4,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps to compute again, chosen at random.", show_default="4")
+    ] = None,
     json_file: Annotated[
         str | None, typer.Option("--json", help="Certificate to write; default: certificate.json in the run.")
     ] = None,
@@ -231,15 +233,15 @@ def certify(
     from raycl.api import check_certificate
 
     if check is not None:
-        if data or json_file is not None:
+        if data or json_file is not None or steps is not None:
             raise ConfigError(
-                "--check reads a certificate and the files of its run only; remove --data and --json"
+                "--check reads a certificate and the files of its run only; remove --steps, --data and --json"
             )
         found = check_certificate(check, run)
     elif run is None:
         raise ConfigError("certify needs a run: raycl certify RUN, or raycl certify --check FILE")
     else:
-        found = certify_run(run, steps=steps, data=data)
+        found = certify_run(run, steps=4 if steps is None else steps, data=data)
     print(found)
     if not found.is_valid:
         raise typer.Exit(1)

@@ -6,7 +6,7 @@ import ipaddress
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated
 from urllib.parse import quote
 
@@ -166,16 +166,17 @@ def _url(host: str, head: str, port: int, route: str, token: str) -> str:
 @contextlib.contextmanager
 def _until_signal() -> Iterator[None]:
     """End the block at SIGINT, SIGTERM or SIGHUP; ignore further signals while closing."""
-    signals = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under `nohup`
-        signals.append(signal.SIGHUP)
 
     def stop(*_: object) -> None:
-        for each in signals:
+        for each in handlers:
             signal.signal(each, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    before = {each: signal.signal(each, stop) for each in signals}
+    handlers: dict[signal.Signals, Callable[..., None]] = {signal.SIGINT: stop, signal.SIGTERM: stop}
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under `nohup`
+        # uvicorn handles SIGTERM itself while it runs.
+        handlers[signal.SIGHUP] = lambda *_: signal.raise_signal(signal.SIGTERM)
+    before = {each: signal.signal(each, handler) for each, handler in handlers.items()}
     try:
         with contextlib.suppress(KeyboardInterrupt):
             yield

@@ -91,7 +91,7 @@ def _check_batch(run: "RunConfig", stage: Stage) -> str | None:
             f"batch_size {stage.batch_size} does not divide over {workers} workers; "
             "batch_size counts the rows of all workers; choose a multiple"
         )
-    if problem := _check_classes(run, stage):
+    if problem := _check_classes(run, stage) or _check_single_rows(run, stage):
         return problem
     groups = max(run.batchnorm_groups, workers)
     if run.batchnorm != "shuffled":
@@ -126,12 +126,24 @@ def _check_classes(run: "RunConfig", stage: Stage) -> str | None:
     return None
 
 
+def _check_single_rows(run: "RunConfig", stage: Stage) -> str | None:
+    """Check that BatchNorm of the projection head, if each worker has its own, gets two rows or more."""
+    head, is_local = run.projection_head, run.batchnorm in ("local", "local_view")
+    views = 1 if run.batchnorm == "local_view" else min(run.views_by_size(stage).values())
+    if not (is_local and head.batchnorm and head.num_layers > 1) or run.local_batch_size(stage) * views > 1:
+        return None
+    return (
+        f"batchnorm {run.batchnorm} normalizes a single row of a worker in the projection head, and needs two; choose a "
+        f"batch_size of at least {2 * run.workers_of(stage)}, or set batchnorm to synchronized, layer or group"
+    )
+
+
 def _range_hint(least: int, most: int) -> str:
     """Return a hint for ranges of workers: a batch size that divides over each number."""
     if least == most:
         return ""
-    multiple = math.lcm(*range(least, most + 1))
-    # For 1 to 16 workers it is 720,720, too large for a batch.
+    # For 16 numbers it is 720,720 or more, too large for a batch.
+    multiple = math.lcm(*range(least, min(most, least + 15) + 1))
     remedy = f"choose a multiple of {multiple}" if multiple <= 100_000 else "choose a narrower MIN:MAX"
     return f" (the run may have any number of workers from {least} to {most}; {remedy})"
 

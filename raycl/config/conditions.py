@@ -126,6 +126,12 @@ _MIXES = Condition(
 _HINGE = Condition(
     "loss hinge or a hinge_weight above 0", lambda run, index: run.stages[index].has_hinge, "stages.N.loss"
 )
+_BELOW_1 = "a hinge_weight or final_hinge_weight below 1"
+_CROSS_ENTROPY = Condition(
+    f"{_BELOW_1}, or monitor.on_collapse rollback",
+    lambda run, index: not run.stages[index].is_hinge or run.monitor.on_collapse == "rollback",
+    "stages.N.hinge_weight",
+)
 _PREDICTED = Condition(
     f"loss {losses_that(lambda spec: spec.predicts)} in all stages",
     lambda run, _: all(LOSSES[stage.loss].predicts for stage in run.stages),
@@ -213,9 +219,9 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
     ),
     "learn_temperature": (
         Condition(
-            f"loss {_LEARNS_TEMPERATURE} in a stage, or monitor.on_collapse rollback",
+            f"loss {_LEARNS_TEMPERATURE} and {_BELOW_1} in a stage, or monitor.on_collapse rollback",
             lambda run, _: (
-                any(LOSSES[stage.loss].learns for stage in run.stages)
+                any(LOSSES[stage.loss].learns and not stage.is_hinge for stage in run.stages)
                 or run.monitor.on_collapse == "rollback"
             ),
         ),
@@ -273,10 +279,13 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
     "stages.N.activation_checkpoint_every": (_BLOCKS,),
     "stages.N.temperature": (
         Condition(
-            "a loss that has a temperature, or monitor.on_collapse rollback",
+            f"a loss that has a temperature and {_BELOW_1}, or monitor.on_collapse rollback",
             lambda run, index: (
                 run.learn_temperature
-                or "temperature" in LOSSES[run.stages[index].loss].settings
+                or (
+                    "temperature" in LOSSES[run.stages[index].loss].settings
+                    and not run.stages[index].is_hinge
+                )
                 or run.monitor.on_collapse == "rollback"
             ),
         ),
@@ -298,7 +307,7 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
     "stages.N.matryoshka_weights": (
         Condition("matryoshka_dims", lambda run, index: run.stages[index].matryoshka_dims is not None),
     ),
-    "stages.N.logq_correction": (_PAIRS, _when_loss_has("logq_correction")),
+    "stages.N.logq_correction": (_PAIRS, _when_loss_has("logq_correction"), _CROSS_ENTROPY),
     "stages.N.view_mean": (
         _when_loss_has("view_mean"),
         Condition("three or more views of a sample (augment.views)", lambda run, _: run.num_views > 2),

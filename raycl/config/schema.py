@@ -701,7 +701,8 @@ class TrackingConfig(Section):
         address = self.mlflow
         if address is None:
             return self
-        if re.search(r"//[^/@]*@", address):
+        # A password may have any characters, also "/"; digits after the host are its port.
+        if re.search(r"//[^/@]*(:(?!\d+(/|$)).*)?@", address):
             raise ValueError(
                 "mlflow contains a user or password, which would be written to config.yaml; remove it "
                 "and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"

@@ -152,6 +152,12 @@ class Stage(Section):
         return self.loss == MIXED or bool(self.hinge_weight or self.final_hinge_weight)
 
     @property
+    def is_hinge(self) -> bool:
+        """Whether the loss is the hinge alone at all steps."""
+        weights = {self.hinge_weight, self.final_hinge_weight} - {None}
+        return self.loss == MIXED or (LOSSES[self.loss].mixes and weights == {1.0})
+
+    @property
     def peak_learning_rate(self) -> float:
         """The learning rate at this stage's batch size."""
         ratio = self.batch_size / 256

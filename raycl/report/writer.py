@@ -7,9 +7,9 @@ import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 
-from raycl.errors import RayclError
+from raycl.errors import ConfigError, RayclError
 from raycl.records import RESULT
-from raycl.storage import Place
+from raycl.storage import Place, repeated
 
 PAGE = "report.html"
 COMPARISON = "comparison.html"
@@ -28,7 +28,9 @@ def write_report(run: str, output: str | None = None) -> Place:
 
 
 def write_comparison(runs: Sequence[str], output: str = COMPARISON) -> Place:
-    """Write one page about several runs; return its address. Raises as ``write_report`` does."""
+    """Write one page about several runs; return its address. Raises as ``write_report``, and for a repeated run."""
+    if twice := repeated(runs):
+        raise ConfigError(f"{twice} is given twice; give each run once")
     from raycl.report.page import render_comparison
     from raycl.report.run import read_run
 

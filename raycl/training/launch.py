@@ -241,8 +241,8 @@ def _read_data(run: ValidatedRun, data: DataModule, coordinator: Any, *, quiet: 
     num_train = data.num_train(decoded)
     data.check_classes(decoded)
     check_sizes(config, dict(zip((each.name for each in data.data_sets), num_train, strict=True)))
-    if not streamed:  # a stream may have a few more rows than expected
-        _check_length(config, run.output, num_train)
+    # A stream may have a few more rows than expected, but no more than all.
+    _check_length(config, run.output, [data.num_rows] if streamed else num_train)
     has_slots = config.negatives.has_slots
     needs_ids = has_slots or (streamed and config.negatives.mined.num > 0)
     sample_id = data.sample_ids(decoded) if needs_ids else None

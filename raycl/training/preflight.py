@@ -27,7 +27,7 @@ from raycl.lease import Lease, writing
 from raycl.models.registry import HUGGING_FACE, SPEC, TOKENIZER, check_encoder_name
 from raycl.provenance import save_command_line
 from raycl.records import CONFIG, DATA, read_object, write_result
-from raycl.storage import Place, absolute
+from raycl.storage import Place, absolute, repeated
 from raycl.tokenization import Vocabulary
 from raycl.tracking.trackers import check_trackers
 
@@ -137,10 +137,9 @@ def _check_encoder_names(config: RunConfig, *, own_encoder: bool) -> None:
 
 
 def _check_repeated(data: Sequence[str]) -> None:
-    places = [absolute(each) for each in data]
-    if repeated := next((each for each in places if places.count(each) > 1), None):
+    if twice := repeated(data):
         raise ConfigError(
-            f"--data {repeated} is given twice; give it once, and raise its number in data.weights"
+            f"--data {twice} is given twice; give it once, and raise its number in data.weights"
         )
 
 

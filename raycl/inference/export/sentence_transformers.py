@@ -174,12 +174,32 @@ def _hugging_face_files(encoder: HuggingFaceEncoder, ids: Tensor) -> tuple[Files
         with torch.no_grad():
             vectors = model.get_input_embeddings().weight
             vectors[: len(ids)] = vectors[own]
+            _move_padding(model, int(ids[PADDING]))
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
     # The encoder removed the pooler; loading must not add a random one.
     has_pooler = "add_pooling_layer" in inspect.signature(type(encoder.model)).parameters
     return files, _WITHOUT_POOLER if has_pooler else {}
+
+
+def _move_padding(model: Any, padding: int) -> None:
+    """Make another id the padding of a model; RoBERTa's positions begin after it. Raises ``ConfigError`` if they cannot."""
+    model.config.pad_token_id = padding
+    positions = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
+    before = getattr(positions, "padding_idx", None)
+    if positions is None or before is None:
+        return
+    used = positions.weight[before + 1 :]
+    positions.weight = nn.Parameter(torch.cat([used.new_zeros(padding + 1, used.shape[1]), used]))
+    model.config.max_position_embeddings = len(positions.weight)
+    with torch.device("meta"):
+        loaded = type(model)(model.config)
+    if loaded.embeddings.position_embeddings.padding_idx != padding:
+        raise ConfigError(
+            f"the positions of {model.config.model_type} begin after its padding id {before}, and the tokenizer's is "
+            f"{padding}; load it with raycl.load_encoder"
+        )
 
 
 def _transformer_files(
