@@ -329,7 +329,7 @@ def test_small_images_get_a_small_encoder_without_a_gpu(name: str, monkeypatch: 
     encoder = (on_cpu.encoder.name, on_cpu.encoder.stem, on_cpu.encoder.width, on_cpu.encoder.whitening)
     assert encoder == ("resnet10", "half", 0.5, 3.0 if with_muon else None)
     assert on_cpu.augment.crop_scale == (0.2, 1.0)
-    assert (on_cpu.optimizer.name == "muon") == with_muon
+    assert ((on_cpu.optimizer.name, on_cpu.optimizer.weight_decay) == ("muon", 0.03)) == with_muon
     assert (on_cpu.stages == papers.stages) != with_muon
     head = papers.projection_head
     assert on_cpu.projection_head.hidden_dim == (1_024 if name in _WITH_WIDE_HEAD else head.hidden_dim)
