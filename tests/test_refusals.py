@@ -343,7 +343,7 @@ def test_a_stream_is_not_resumed_with_fewer_steps_than_all_its_rows_allow(tmp_pa
         num_read_first=lambda: 0,
         rows_to_keep=list,
         data_sets=[SimpleNamespace(name="rows", stats=lambda: stats)],
-        num_train_expected=lambda: 89,
+        num_train=lambda _: [89],
         check_classes=lambda _: None,
     )
 
