@@ -209,11 +209,12 @@ def losses_that(fit: Callable[[LossSpec], object]) -> str:
     return join_names(names) if names else ""
 
 
-def cross_entropy_for(*, key: str, pairs: bool, store: str, in_batch: bool) -> str:
-    """Return the cross-entropy that replaces the hinge after a collapse."""
+def cross_entropy_for(*, key: str, pairs: bool, store: str, in_batch: bool, mined: bool) -> str:
+    """Return the cross-entropy that replaces the hinge after a collapse; ``mined`` negatives must stay in use."""
     fitting = [
         name
         for name, spec in LOSSES.items()
         if spec.mixes and spec.fits(key=key, pairs=pairs, store=store, in_batch=in_batch)
+        if spec.explicit_negatives or not mined
     ]
     return min(fitting, key=lambda name: LOSSES[name].is_for_pairs != pairs)

@@ -634,6 +634,13 @@ def test_cross_entropy_replaces_the_hinge_and_no_other_loss(loss: str) -> None:
         assert config.without_hinge(mixed) == stage
 
 
+@pytest.mark.parametrize(("num", "loss"), [(0, "nt_xent"), (1, "info_nce")])
+def test_the_cross_entropy_after_a_rollback_uses_mined_negatives(num: int, loss: str) -> None:
+    changes = {"stages.0.loss": MIXED, "monitor.on_collapse": "rollback", "negatives.mined.num": num}
+    config = override(recipe("simcse"), changes)
+    assert config.without_hinge(config.stages[0]).loss == loss
+
+
 def test_settings_of_tokenizer_training_require_a_trained_tokenizer() -> None:
     for changes in ({"text.tokenizer": "t.json"}, {"encoder.name": "transformers:minilm"}):
         with pytest.raises(

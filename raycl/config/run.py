@@ -313,6 +313,7 @@ class RunConfig(Section):
                 pairs=self.has_two_towers,
                 store=self.negatives.store,
                 in_batch=self.negatives.in_batch,
+                mined=self.negatives.mined.num > 0,
             )
         return stage.model_copy(update={"loss": loss, "hinge_weight": 0.0, "final_hinge_weight": None})
 
