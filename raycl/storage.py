@@ -205,17 +205,20 @@ class Place:
         folder, name = posixpath.split(path)
         # An S3 object becomes visible when its upload completes.
         partial = posixpath.join(folder, f".{name}.{uuid.uuid4().hex}") if self.is_local else path
+        is_whole = False
         with self.wrap_errors("write"):
             try:
                 if self.is_local:
                     filesystem.create_dir(folder, recursive=True)
                 with filesystem.open_output_stream(partial, compression=None) as stream:
                     yield stream
+                    is_whole = True
                 if self.is_local:
                     filesystem.move(partial, path)
             except BaseException as error:
+                # pyarrow cannot abort an upload: closing the stream replaces the object, also by a part of its content.
                 # A failed upload leaves no object: one of this name is the file from before.
-                if self.is_local or not isinstance(error, OSError):
+                if self.is_local or not (is_whole or isinstance(error, OSError)):
                     with contextlib.suppress(OSError):
                         filesystem.delete_file(partial)
                 raise

@@ -392,6 +392,17 @@ def test_the_columns_of_a_click_log_are_named_as_in_its_file(
         DataModule(config, RunCoordinator(), sources)
 
 
+def test_the_names_of_classes_are_read_once_of_many_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = Mock(wraps=json)
+    monkeypatch.setattr("raycl.data.labels.json", reader)
+    for number in range(4):
+        write_named(tmp_path / f"{number}.parquet", "read", "once")
+    assert find_source(str(tmp_path)).label_names == ("read", "once")
+    reader.loads.assert_called_once()
+
+
 class BlocksHere:
     """A stand-in for a Ray Dataset whose blocks are tables of this process."""
 

@@ -1,6 +1,7 @@
 """Places and records on a local disk; S3 has its own test file."""
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -107,6 +108,31 @@ def test_a_write_that_fails_halfway_keeps_the_old_file(tmp_path: Path) -> None:
         place.write_bytes(bytes(10_000))
     assert place.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_an_object_that_is_uploaded_as_a_whole_stays_after_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    objects = {"b/x.json": b"old"}
+
+    @contextlib.contextmanager
+    def open_output_stream(path: str, **_: Any) -> Iterator[io.BytesIO]:
+        stream = io.BytesIO()
+        try:
+            yield stream
+        finally:
+            objects[path] = stream.getvalue()
+        raise KeyboardInterrupt  # Python handles a signal only after the call that uploads
+
+    filesystem = SimpleNamespace(open_output_stream=open_output_stream, delete_file=objects.pop)
+    monkeypatch.setattr("raycl.storage._open_remote", lambda _: (filesystem, "b/x.json"))
+    with pytest.raises(KeyboardInterrupt):
+        Place("s3://b/x.json").write_text("new")
+    assert objects == {"b/x.json": b"new"}
+    with pytest.raises(ZeroDivisionError), Place("s3://b/x.json").create() as stream:
+        stream.write(b"ha")
+        raise ZeroDivisionError
+    assert objects == {}
 
 
 @contextlib.contextmanager

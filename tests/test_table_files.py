@@ -839,6 +839,18 @@ def test_files_that_are_named_by_splits_are_refused(
         check_no_splits(find_source(address, TEXTS))
 
 
+def test_splits_of_more_files_than_a_pattern_may_have_are_refused_as_splits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raycl.data.patterns.MAX_FILES", 4)
+    for name in ("test", *(f"train-{number}" for number in range(5))):
+        write_rows(tmp_path / f"{name}.csv", [{"text": name}])
+    with pytest.raises(
+        DataError, match="holds a data set in 2 splits; give .*/{train-0.csv,train-1.csv,...}"
+    ):
+        check_no_splits(find_source(str(tmp_path), TEXTS))
+
+
 @pytest.mark.parametrize(
     "files",
     [

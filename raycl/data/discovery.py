@@ -1,5 +1,6 @@
 """Find the source at an address: its files, their format, and their columns and labels."""
 
+import contextlib
 import os
 import posixpath
 import re
@@ -141,7 +142,8 @@ def _of_all(files: Sequence[str]) -> str:
         pattern = names[0]
     elif numbers and int(numbers[-1]) - int(numbers[0]) == len(names) - 1:
         counted = re.sub(r"\d{1,18}", f"{{{numbers[0]}..{numbers[-1]}}}", names[0], count=1)
-        pattern = counted if expand(f"/{counted}") == names else pattern
+        with contextlib.suppress(DataError):  # for more files than a pattern may have
+            pattern = counted if expand(f"/{counted}") == names else pattern
     return posixpath.join(folder, pattern)
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from functools import lru_cache
 
 import numpy as np
 import pyarrow as pa
@@ -31,8 +32,13 @@ def inexact_label(column: pa.ChunkedArray | pa.Array) -> str | None:
 
 def names_of_integers(schema: pa.Schema, column: str) -> tuple[str, ...] | None:
     """Return the names of a ``ClassLabel`` of Hugging Face's ``datasets``, whose labels are integers; None without names."""
+    return _names_in((schema.metadata or {}).get(b"huggingface", b""), column)
+
+
+@lru_cache(maxsize=8)  # thousands of files may have the same names of thousands of classes
+def _names_in(metadata: bytes, column: str) -> tuple[str, ...] | None:
     try:
-        feature = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][column]
+        feature = json.loads(metadata)["info"]["features"][column]
         return tuple(map(str, feature["names"])) if feature["_type"] == "ClassLabel" else None
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
@@ -41,7 +47,7 @@ def names_of_integers(schema: pa.Schema, column: str) -> tuple[str, ...] | None:
 def check_label_names(names: Iterable[tuple[str, ...] | None], *, where: str) -> None:
     """Raise ``DataError`` if two parts of ``where`` give a number other names: its label would stand for two classes."""
     known: dict[int, str] = {}
-    for number, name in (named for each in names for named in enumerate(each or ())):
+    for number, name in (named for each in dict.fromkeys(names) for named in enumerate(each or ())):
         if known.setdefault(number, name) != name:
             raise DataError(
                 f"label {number} is {known[number]} in one part of {where} and {name} in another; give all the same numbers, "
