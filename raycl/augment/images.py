@@ -213,7 +213,11 @@ def center_view(
     shift, scale = (constant(tuple(each), device)[:, None, None] for each in (mean, std))
     with full_precision(views.device):
         for rows in _chunks(images, size=size):
-            pixels = resample(as_tensor(images[rows]), boxes[rows], upright[rows], size=size)
+            pixels = as_tensor(images[rows])
+            if height == width == size:
+                pixels = pixels.permute(0, 3, 1, 2)
+            else:
+                pixels = resample(pixels, boxes[rows], upright[rows], size=size)
             views[rows] = (pixels / 255 - shift) / scale
     return views
 
