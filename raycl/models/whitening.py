@@ -77,7 +77,8 @@ class Whitening(nn.Module):
 
 def identity_layer(dim: int) -> nn.Linear:
     """Return a linear layer that changes nothing."""
-    layer = nn.Linear(dim, dim, device="meta").to_empty(device="cpu")  # draws nothing
+    with torch.random.fork_rng(devices=[]):  # torch's way to skip the draws imports sympy
+        layer = nn.Linear(dim, dim)
     nn.init.eye_(layer.weight)
     nn.init.zeros_(layer.bias)
     return layer.requires_grad_(False)
