@@ -42,6 +42,13 @@ if TYPE_CHECKING:
     from ray.data import Dataset
 
 _PREEMPTION_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"  # importing Ray Train's constant takes seconds
+# Of a Ray that this process starts. Ray Train's controller would start an actor that watches the only node. Ray's
+# processes connect to its object store before that listens in half of all starts, and would try again after a second.
+_OF_OWN_RAY = {
+    _PREEMPTION_WATCHER: "0",
+    "RAY_raylet_client_connect_timeout_milliseconds": "50",
+    "RAY_raylet_client_num_connect_attempts": "200",
+}
 _CORE_LOG_LEVEL = "RAY_BACKEND_LOG_LEVEL"
 _CONNECT_TIMEOUT_S = 5.0
 _LOOPBACK = "127.0.0.1:"
@@ -122,8 +129,7 @@ def init_ray(address: str, *, debug: bool = False, quiet_core: bool = False) -> 
         _keep_token_private()
     elif _HOST_AND_PORT.fullmatch(address):
         _check_that_it_answers(address)
-    # Ray Train's controller inherits it, and would start an actor that watches the only node.
-    defaults = {_PREEMPTION_WATCHER: "0"} if address == "local" else {}
+    defaults = _OF_OWN_RAY if address == "local" else {}
     try:
         with contextlib.ExitStack() as stack:
             if address == "local" or (address.startswith(_LOOPBACK) and address in _running_here()):
@@ -163,6 +169,11 @@ def prestart_ray(address: str | None, *, debug: bool = False) -> None:
         importing = executor.submit(import_module, "raycl.models.vision")
         init_ray("local", debug=debug)
         importing.result()
+
+
+def is_own_ray() -> bool:
+    """Whether this process has started the Ray that it is connected to, on this machine alone."""
+    return ray.is_initialized() and worker._global_node is not None and worker._global_node.is_head()
 
 
 def require_single(addresses: Collection[str]) -> str:

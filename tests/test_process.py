@@ -161,17 +161,16 @@ def test_a_new_process_imports_modules_unless_it_lacks_raycl_or_has_a_hook_of_th
 
 
 def test_a_new_worker_collects_no_garbage_while_it_imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raycl.training.standby._IMPORTS_S", 0.2)
-    enabled: list[bool] = []
-    monkeypatch.setattr("raycl.training.standby._import_if_idle", lambda _: enabled.append(gc.isenabled()))
+    imported: list[tuple[str, bool]] = []
+
+    def importing_module(name: str) -> None:
+        imported.append((name, gc.isenabled()))
+        raise ImportError(name)  # which the actor reports
+
+    monkeypatch.setattr("importlib.import_module", importing_module)
     import_worker()
-    assert enabled == [False]
-    for _ in range(100):  # run_worker enables it, see test_loop.py; a process that never calls it, too
-        if gc.isenabled():
-            return
-        time.sleep(0.1)
-    gc.enable()
-    pytest.fail("the process never collects garbage again")
+    assert imported == [("raycl.training.loop", False)]
+    assert gc.isenabled()
 
 
 def test_a_process_without_ray_asks_for_no_other_and_starts_no_ray(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -341,7 +341,7 @@ def test_a_stream_is_not_resumed_with_fewer_steps_than_all_its_rows_allow(tmp_pa
         streamed=True,
         num_rows=100,
         num_read_first=lambda: 0,
-        rows_to_keep=list,
+        read_rows=list,
         data_sets=[SimpleNamespace(name="rows", stats=lambda: stats)],
         num_train=lambda _: [89],
         check_classes=lambda _: None,
@@ -349,7 +349,7 @@ def test_a_stream_is_not_resumed_with_fewer_steps_than_all_its_rows_allow(tmp_pa
 
     def resume(**length: int | None) -> None:
         run.config = override(config, {f"stages.0.{key}": value for key, value in length.items()})
-        _read_data(run, data, None, quiet=True)
+        _read_data(run, data, None, {}, quiet=True)
 
     (run.output / "checkpoints/step-00000018/state.pt").write_text("")
     for allowed in ({"epochs": 2}, {"epochs": None, "steps": 18}):  # 16 steps are expected of two epochs

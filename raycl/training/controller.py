@@ -20,13 +20,15 @@ from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal import constants
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.execution.context import TrainRunContext
 from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.scaling_policy.fixed import FixedScalingPolicy
 from ray.train.v2._internal.util import TrainingFramework
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from raycl.ray_runtime import helper_actor
-from raycl.training.standby import importing, stand_by
+from raycl.ray_runtime import helper_actor, is_own_ray
+from raycl.training.standby import importing, request_standby, stand_by
 
 # The controller reads it, and Ray passes on only the variables of this list.
 constants.ENV_VARS_TO_PROPAGATE.add("TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S")
@@ -64,6 +66,35 @@ class Stopped:
 Outcome = Finished | ResizeRequested | Stopped
 
 
+def prestart_controller() -> None:
+    """Start the processes of the controller and its actor early, on this process's own Ray.
+
+    A driver with an environment of its own passes that on as well, and they would not match.
+    """
+    if is_own_ray() and not ray.get_runtime_context().runtime_env:
+        request_standby(2, env_vars=controller_environment())
+
+
+def controller_environment() -> dict[str, str]:
+    """Return the environment variables of the controller and of the actors that it starts."""
+    own = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0"} | constants.get_env_vars_to_propagate()
+    return own | importing("import_controller")
+
+
+@final
+class _Unrequested(FixedScalingPolicy):
+    """The policy of a fixed number of workers on a Ray that cannot grow, without an actor that collects requests.
+
+    Only autoscalers and the tasks of Ray Data read them.
+    """
+
+    def after_controller_start(self, train_run_context: TrainRunContext) -> None:
+        pass
+
+    def _maybe_send_resource_request(self) -> None:
+        pass
+
+
 @final
 class RayTrainer(DataParallelTrainer):
     """A ``TorchTrainer`` without two of Ray's callbacks, and with a controller that another process can replace.
@@ -84,10 +115,12 @@ class RayTrainer(DataParallelTrainer):
         began: float,
         scaling_config: ScalingConfig,
         pools: Sequence[Any] = (),
+        is_alone: bool = False,
         run_id: str | None = None,
         **kwargs: Any,
     ) -> None:
         """``began`` is when the run began, in seconds since 1970; ``pools`` are actors whose ``release`` stops encoders.
+        ``is_alone`` is set for a fixed number of workers that nothing else shares this Ray with.
 
         Trainers of one ``run_id`` share a request for resources. A controller that was killed leaves its request, which
         would reserve the workers' resources for three more minutes.
@@ -96,13 +129,13 @@ class RayTrainer(DataParallelTrainer):
         super().__init__(*args, scaling_config=scaling_config, backend_config=group, **kwargs)
         if run_id is not None:
             object.__setattr__(self.train_run_context, "run_id", run_id)  # frozen, and no argument of Ray's
-        self._began, self._pools = began, tuple(pools)
+        self._began, self._pools, self._is_alone = began, tuple(pools), is_alone
 
     def _initialize_and_run_controller(self, **controller_init_kwargs: Any) -> Any:
         """Run the controller on the driver's node, with an environment of its own."""
-        env_vars = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0"} | constants.get_env_vars_to_propagate()
-        env_vars |= importing("import_controller")
-        actor = helper_actor(TrainController, runtime_env={"env_vars": env_vars})
+        if self._is_alone:
+            controller_init_kwargs["scaling_policy"] = _Unrequested(self.scaling_config)
+        actor = helper_actor(TrainController, runtime_env={"env_vars": controller_environment()})
         controller = actor.remote(**controller_init_kwargs)
         ray.get(controller.run.remote())
         return ray.get(controller.get_result.remote())

@@ -19,11 +19,11 @@ from raycl.data.streaming import StreamingSampler, stream_dataset, stream_source
 from raycl.errors import ConfigError, DataError
 from raycl.models.build import load_tokenizer
 from raycl.models.registry import HUGGING_FACE, TOKENIZER
-from raycl.ray_runtime import fetch_tables, object_store_bytes
+from raycl.ray_runtime import object_store_bytes
 from raycl.records import READ_ROWS
 from raycl.storage import Place
 from raycl.tokenization import Tokenizer, Vocabulary
-from raycl.training.data_set import DataSet, learn_vocabulary, texts_per_row
+from raycl.training.data_set import DataSet, DecodedRows, learn_vocabulary, texts_per_row
 from raycl.training.guide import GuideTables, read_guide
 from raycl.training.preflight import check_classes, check_has_labels, id_columns
 from raycl.training.transforms import build_formats
@@ -96,7 +96,7 @@ class DataModule:
         check_prompts(self._config.text, vocabulary.tokenizer)
         return vocabulary
 
-    def num_train(self, decoded: Sequence[ray.data.Dataset]) -> list[int]:
+    def num_train(self, decoded: Sequence[DecodedRows]) -> list[int]:
         """Return the number of training rows of each data set; of a stream, if all its rows are valid."""
         if self.streamed:
             return [self.num_train_expected()]
@@ -117,14 +117,14 @@ class DataModule:
             return self._num_evaluation_rows()
         return sum(each.num_read for each in self.data_sets)
 
-    def rows_to_keep(self) -> list[ray.data.Dataset]:
-        """Return the decoded rows to keep in memory by data set: all, or only a stream's evaluation rows, if any."""
+    def read_rows(self) -> list[DecodedRows]:
+        """Read the rows to keep in memory by data set: all, or only a stream's evaluation rows, if any."""
         if not self.streamed:
-            return [each.decode(self._decoder(each)) for each in self.data_sets]
+            return [each.read(self._decoder(each)) for each in self.data_sets]
         if not self.is_evaluated:
             return []
         decoder = self._decoder(self._first, self.holdout.is_evaluated, count=self.holdout.is_test)
-        return [self._first.decode(decoder, self._evaluated)]
+        return [self._first.read(decoder, self._evaluated)]
 
     def counts(self, steps: Sequence[int]) -> dict[str, dict[str, Any]]:
         """Return the steps and the numbers of rows of each of several data sets by name."""
@@ -132,7 +132,7 @@ class DataModule:
         pairs = list(zip(self.data_sets, steps, strict=True)) if steps else []
         return {each.name: {"steps": number, **each.counts()} for each, number in pairs}
 
-    def sample_ids(self, decoded: Sequence[ray.data.Dataset]) -> NDArray[np.int64]:
+    def sample_ids(self, decoded: Sequence[DecodedRows]) -> NDArray[np.int64]:
         """Return the distinct training ids, sorted; of a stream, ids of invalid rows as well.
 
         Raises ``DataError`` for a streamed dataset, whose ids are unknown before it is read.
@@ -147,7 +147,7 @@ class DataModule:
             )
         return streamed_ids(self._config, self._first.source, self.holdout)
 
-    def check_classes(self, decoded: Sequence[ray.data.Dataset]) -> None:
+    def check_classes(self, decoded: Sequence[DecodedRows]) -> None:
         """Raise ``ConfigError`` if the classes of a data set's training rows form no batch.
 
         Counts the rows that are never drawn. The rows of a stream are unknown.
@@ -155,7 +155,7 @@ class DataModule:
         if self._config.needs_labels is None or self.streamed:
             return
         for data_set, rows in zip(self.data_sets, decoded, strict=True):
-            tables = fetch_tables(rows.select_columns(["sample_id", "label"]))
+            tables = rows.columns(["sample_id", "label"])
             ids, label = (
                 np.concatenate([each[name].to_numpy() for each in tables]) for name in ("sample_id", "label")
             )
@@ -165,7 +165,7 @@ class DataModule:
             for cause, count in skipped.items():
                 self._coordinator.add_notice.remote(f"{count} samples {cause} are never drawn")
 
-    def guide(self, decoded: Sequence[ray.data.Dataset]) -> GuideTables | None:
+    def guide(self, decoded: Sequence[DecodedRows]) -> GuideTables | None:
         """Read the guide's embeddings of these rows, if the run has a guide.
 
         Raises ``DataError`` if the data have no ids, or the guide has not one embedding of each id.
@@ -175,8 +175,7 @@ class DataModule:
             return None
         is_pairs = self._config.data.kind == "pairs"
         names = id_columns(self.columns, explicit=bool(settings.explicit)) if is_pairs else []
-        tables = fetch_tables(decoded[0].select_columns(["sample_id", *names]))
-        return read_guide(settings.guide, tables, names)
+        return read_guide(settings.guide, decoded[0].columns(["sample_id", *names]), names)
 
     def stream(self, output: Place) -> StreamingSampler:
         """Return the training rows, read again every epoch; restore the counts of fragments in a resumed output."""
@@ -259,9 +258,9 @@ def _check_columns(data_sets: Sequence[DataSet]) -> None:
             )
 
 
-def _ids_of(decoded: ray.data.Dataset) -> NDArray[np.int64]:
+def _ids_of(decoded: DecodedRows) -> NDArray[np.int64]:
     """Return the ids of all decoded rows."""
-    tables = fetch_tables(decoded.select_columns(["sample_id"]))
+    tables = decoded.columns(["sample_id"])
     return np.concatenate([np.empty(0, np.int64), *(table["sample_id"].to_numpy() for table in tables)])
 
 

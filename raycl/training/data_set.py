@@ -1,7 +1,8 @@
 """One data set of a run: its rows, columns and classes, from files or from the user's Ray Dataset."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice, zip_longest
 from typing import Any, final
 
@@ -12,18 +13,51 @@ import ray
 from raycl.config import RunConfig, TextConfig
 from raycl.data.click_logs import group_dataset, group_source, grouped_columns
 from raycl.data.columns import ColumnNames, is_list
-from raycl.data.decode import Decoder, classes_of, columns_of, decode_dataset, decode_source
+from raycl.data.decode import Decoder, classes_of, columns_of, decode_dataset, decode_here, decode_source
+from raycl.data.fingerprint import fingerprint, fingerprint_of_blocks
 from raycl.data.ids import content_id
+from raycl.data.images import ImageFormat
 from raycl.data.read_stats import ReadStats
 from raycl.data.sources import Fragment, Source, plain_values
 from raycl.data.weights import check_weight_columns
 from raycl.errors import DataError
-from raycl.ray_runtime import unwrap_ray_errors
+from raycl.ray_runtime import fetch_tables, is_own_ray, unwrap_ray_errors
 from raycl.tokenization import InvalidTextError, Tokenizer, Vocabulary, read_text
 from raycl.training.coordinator import rows_in
 from raycl.training.preflight import check_pairs, column_names
 
+# Decoded rows that this process reads while Ray would start processes for them; short rows take time too.
+_HERE_BYTES, _ROW_BYTES = 64 * 2**20, 4_096
+
 ROLES = ("text", "caption", "query", "document", "negatives")
+
+
+@final
+@dataclass(frozen=True)
+class DecodedRows:
+    """The decoded rows of a data set that are kept in memory: blocks of Ray Data, or tables of this process."""
+
+    rows: ray.data.Dataset | list[pa.Table]
+
+    def columns(self, names: Sequence[str]) -> list[pa.Table]:
+        """Return columns of all rows, in order."""
+        if isinstance(self.rows, list):
+            return [table.select(list(names)) for table in self.rows]
+        return fetch_tables(self.rows.select_columns(list(names)))
+
+    def blocks(self) -> list[Any]:
+        """Return references to tables of the rows."""
+        return (
+            [ray.put(table) for table in self.rows]
+            if isinstance(self.rows, list)
+            else self.rows.to_arrow_refs()
+        )
+
+    def fingerprint(self, names: Sequence[str] | None = None) -> int:
+        """Return the fingerprint of all rows, or of these columns, see :mod:`raycl.data.fingerprint`."""
+        if isinstance(self.rows, list):
+            return fingerprint(*(self.rows if names is None else self.columns(names)))
+        return fingerprint_of_blocks(self.blocks(), names)
 
 
 @final
@@ -89,11 +123,17 @@ class DataSet:
         rows = self.stats()
         return {"rows": self.num_read, "invalid_rows": dict(rows.invalid), "skipped": dict(rows.skipped)}
 
-    def decode(self, decoder: Decoder, fragments: tuple[Fragment, ...] | None = None) -> ray.data.Dataset:
-        """Return the decoded rows of all fragments, or of these."""
-        if self.source is not None:
-            return decode_source(self.source, decoder, fragments)
-        return decode_dataset(self.dataset, self.columns, decoder, classes=self.classes)
+    def read(self, decoder: Decoder, fragments: tuple[Fragment, ...] | None = None) -> DecodedRows:
+        """Read and decode the rows of all fragments, or of these; few of them in this process, on its own Ray."""
+        if self.source is None:
+            decoded = decode_dataset(self.dataset, self.columns, decoder, classes=self.classes)
+            return DecodedRows(decoded.materialize())
+        fragments = self.source.fragments if fragments is None else fragments
+        num_rows = sum(each.num_rows for each in fragments)
+        if is_own_ray() and num_rows * max(_ROW_BYTES, _image_bytes(decoder)) <= _HERE_BYTES:
+            read = partial(self.source.read, keep=decoder.keep)
+            return DecodedRows(list(decode_here(fragments, read, decoder)))
+        return DecodedRows(decode_source(self.source, decoder, fragments).materialize())
 
     def _check_weights(self, name: str) -> None:
         """Raise ``DataError`` if a weight of the Ray Dataset is invalid; executes it for that column."""
@@ -113,6 +153,10 @@ class DataSet:
         self.columns = grouped_columns(self.columns)
         if self.dataset.count() == 0:
             raise DataError("no query has a document with label 1; training needs positive pairs")
+
+
+def _image_bytes(decoder: Decoder) -> int:
+    return sum(each.num_bytes for each in decoder.formats.values() if isinstance(each, ImageFormat))
 
 
 def texts_per_row(data: Source | ray.data.Dataset, columns: ColumnNames) -> dict[str, float]:

@@ -23,7 +23,7 @@ from raycl.config.schema import PoolConfig
 from raycl.errors import DataError, RunError, ShardAwayError, StoppedError, StorageError, last_line
 from raycl.gpus import accelerators, check_accelerator, check_bfloat16
 from raycl.progress import WAITING_S, ProgressLine, notices_of, steps_made
-from raycl.ray_runtime import check_resources, cpus_for_a_worker, crowding, find_raycl_error
+from raycl.ray_runtime import check_resources, cpus_for_a_worker, crowding, find_raycl_error, is_own_ray
 from raycl.records import (
     CHECKPOINTS,
     complete_checkpoints,
@@ -155,6 +155,7 @@ def _train_group(job: Job, report: Printer) -> Outcome:
         run_worker,
         began=job.began,
         pools=job.pools,
+        is_alone=is_own_ray() and not is_streamed and min_workers == max_workers and not config.autoscaling,
         run_id=uuid.uuid5(uuid.NAMESPACE_URL, job.output.uri).hex,
         # By reference: the controller would import all modules of the workers.
         train_loop_config={"job": ray.put(job)},

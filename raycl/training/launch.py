@@ -10,7 +10,6 @@ import ray
 from torch import nn
 
 from raycl.config import RunConfig
-from raycl.data.fingerprint import fingerprint_of_blocks
 from raycl.data.sources import Source
 from raycl.display import Displayable, Table
 from raycl.errors import ConfigError, RayclError, RunError, StoppedError, StorageError
@@ -22,6 +21,7 @@ from raycl.storage import Place
 from raycl.tokenization import Tokenizer, Vocabulary
 from raycl.training.banks import open_bank, open_miner
 from raycl.training.checkpoint import saved_steps
+from raycl.training.controller import prestart_controller
 from raycl.training.coordinator import rows_in, start_coordinator
 from raycl.training.data_module import DataModule, known_tokenizer
 from raycl.training.driver import GracefulShutdown, Printer, check_cluster, train_in_groups
@@ -154,6 +154,7 @@ def train_validated(
         report(note)
     if dashboard := connect_cluster(address, debug=debug):
         report(f"dashboard: http://{dashboard}")
+    prestart_controller()
     if config.gpu:
         report(f"GPUs compute in {config.tower_precision} (precision={config.precision})")
     with (
@@ -177,11 +178,7 @@ def train_validated(
         vocabulary = _learn_vocabulary(run, data, tokenizer, report) if config.has_texts else None
         if vocabulary and tokenizer is None:
             _check_towers(config, encoder, vocabulary)
-        job = _read_data(run, data, coordinator, quiet=quiet)
-        if data.columns.weight is not None and not data.streamed:
-            names = ["sample_id", "weight.value"]
-            described["weights"] = [fingerprint_of_blocks(blocks, names) for blocks in job.blocks]
-            check_same_data(output, described)
+        job = _read_data(run, data, coordinator, described, quiet=quiet)
         job = replace(job, vocabulary=vocabulary, network=encoder)
         with open_bank(job, report) as bank, open_miner(replace(job, bank=bank), report) as job:
             # Only now: a refused run must not leave an output that would require --resume.
@@ -230,12 +227,17 @@ def _check_data(run: ValidatedRun, data: DataModule, described: dict[str, Any]) 
         check_negatives(run.config, data.columns, streamed=True)
 
 
-def _read_data(run: ValidatedRun, data: DataModule, coordinator: Any, *, quiet: bool) -> Job:
-    """Read all rows, or only the evaluation rows of a stream; return the job without its bank."""
+def _read_data(
+    run: ValidatedRun, data: DataModule, coordinator: Any, described: dict[str, Any], *, quiet: bool
+) -> Job:
+    """Read all rows, or only the evaluation rows of a stream; return the job without its bank.
+
+    The fingerprints of weights, if there are any, are added to the description of the data.
+    """
     config, streamed = run.config, data.streamed
     title = "reading the rows for evaluation" if streamed else "reading"
     with ProgressLine(title, rows_read(coordinator, data.num_read_first()), quiet=quiet):
-        decoded = [dataset.materialize() for dataset in data.rows_to_keep()]
+        decoded = data.read_rows()
     for each in data.data_sets:
         each.stats().check(config.data.max_invalid_fraction)
     num_train = data.num_train(decoded)
@@ -247,7 +249,10 @@ def _read_data(run: ValidatedRun, data: DataModule, coordinator: Any, *, quiet: 
     needs_ids = has_slots or (streamed and config.negatives.mined.num > 0)
     sample_id = data.sample_ids(decoded) if needs_ids else None
     guide = data.guide(decoded)
-    blocks: tuple[Any, ...] = tuple(tuple(each.to_arrow_refs()) for each in decoded)
+    if data.columns.weight is not None and not streamed:
+        described["weights"] = [each.fingerprint(["sample_id", "weight.value"]) for each in decoded]
+        check_same_data(run.output, described)
+    blocks = tuple(tuple(each.blocks()) for each in decoded)
     return Job(
         config=config,
         output=run.output,
@@ -261,7 +266,7 @@ def _read_data(run: ValidatedRun, data: DataModule, coordinator: Any, *, quiet: 
         lease=run.lease,
         sample_id=None if sample_id is None else ray.put(sample_id),
         num_samples=len(sample_id) if sample_id is not None and has_slots else None,
-        fingerprint=None if streamed else fingerprint_of_blocks([each for refs in blocks for each in refs]),
+        fingerprint=None if streamed else sum(each.fingerprint() for each in decoded) % 2**64,
         corpus_fingerprint=data.corpus_fingerprint,
         guide=None if guide is None else ray.put(guide),
     )

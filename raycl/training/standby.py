@@ -18,6 +18,7 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants, worker
+from ray.runtime_env import RuntimeEnv
 
 HOOK = ray_constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR  # names the function that a new process calls
 _MIN_RUN_S = 60.0  # a shorter run needs no other process, whose imports would take its CPUs
@@ -25,8 +26,6 @@ _DELAY_S = 15.0  # their imports must not delay the first steps of a group
 _KEPT_S = 7 * 24 * 3600
 _TIMEOUT_S = 10.0
 _LOOK_S = 30.0  # between two looks for nodes that joined
-_IMPORTS_S = 60.0
-_IDLE_S = 2.0  # after the start of a process; an actor that it was started for arrives before
 
 
 def importing(function: str) -> dict[str, str]:
@@ -42,21 +41,13 @@ def importing(function: str) -> dict[str, str]:
 
 
 def import_worker() -> None:
-    """Import the modules of a training worker, unless this process gets an actor at once.
-
-    ``run_worker`` turns the garbage collection on again, which takes a sixth of the time of these imports. A process
-    that a worker starts inherits its environment and calls this too: there it is on again after a minute.
-    """
-    gc.disable()
-    timer = threading.Timer(_IMPORTS_S, gc.enable)
-    timer.daemon = True
-    timer.start()
-    _import_if_idle("loop")
+    """Import the modules of a training worker."""
+    _import("loop")
 
 
 def import_controller() -> None:
-    """Import the modules of Ray Train's controller, unless this process gets an actor at once."""
-    _import_if_idle("controller")
+    """Import the modules of Ray Train's controller."""
+    _import("controller")
 
 
 def stand_by(number: int = 1, *, began: float) -> None:
@@ -99,10 +90,13 @@ def nodes_with_room(nodes: Iterable[Mapping[str, Any]], needed: Mapping[str, flo
     }
 
 
-def request_standby(number: int = 1, *, address: str | None = None) -> bool:
+def request_standby(
+    number: int = 1, *, address: str | None = None, env_vars: Mapping[str, str] | None = None
+) -> bool:
     """Ask Ray on a node for idle processes with the environment of this one; return whether it agreed.
 
-    ``address`` is the address of the node's raylet; without it, the node is this one.
+    ``address`` is the address of the node's raylet; without it, the node is this one. With ``env_vars``, the processes
+    have these, as an actor that a driver without an environment starts.
     """
     if not ray.is_initialized():  # get_runtime_context would start Ray, or wait for a cluster that has ended
         return False
@@ -119,7 +113,11 @@ def request_standby(number: int = 1, *, address: str | None = None) -> bool:
             keep_alive_duration_secs=_KEPT_S,
             num_workers=number,
         )
-        request.runtime_env_info.serialized_runtime_env = context.get_runtime_env_string()
+        request.runtime_env_info.serialized_runtime_env = (
+            context.get_runtime_env_string()
+            if env_vars is None
+            else RuntimeEnv(env_vars=dict(env_vars)).serialize()
+        )
         channel: Any = init_grpc_channel(address or f"{node.node_ip_address}:{node.node_manager_port}")
         with channel:
             node_manager_pb2_grpc.NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=_TIMEOUT_S)
@@ -131,12 +129,9 @@ def _delay(began: float) -> float:
     return max(_DELAY_S, began + _MIN_RUN_S - time.time())
 
 
-def _import_if_idle(module: str) -> None:
-    def run() -> None:
-        # Ray started this process for an actor, which imports its modules itself, or for later.
-        time.sleep(_IDLE_S)
-        if worker.global_worker.actor_id.is_nil():
-            with contextlib.suppress(Exception):  # an actor that needs the modules reports the error
-                importlib.import_module(f"raycl.training.{module}")
-
-    threading.Thread(target=run, name="raycl-standby", daemon=True).start()
+def _import(module: str) -> None:
+    """Import a module before this process gets an actor, without garbage collection, which takes a sixth of the time."""
+    gc.disable()
+    with contextlib.suppress(Exception):  # an actor that needs the modules reports the error
+        importlib.import_module(f"raycl.training.{module}")
+    gc.enable()

@@ -37,6 +37,10 @@ class Probe:
     def pid(self) -> int:
         return os.getpid()
 
+    def pid_of_child(self) -> int:
+        self._child: Any = ray.remote(num_cpus=0)(Probe).remote()
+        return ray.get(self._child.pid.remote())
+
 
 class Scaling:
     """Multiplies rows by a weight, and adds the id of its process."""

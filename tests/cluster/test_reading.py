@@ -29,6 +29,7 @@ from raycl.data.images import ImageFormat
 from raycl.data.in_memory import InMemoryDataset, pixels_of, tokens_of, weights_of
 from raycl.data.read_stats import ReadStats
 from raycl.data.sampler import BatchShard
+from raycl.data.split import Holdout
 from raycl.data.streaming import StreamingSampler, stream_source
 from raycl.data.texts import TextFormat
 from raycl.errors import ConfigError, DataError, StorageError
@@ -43,7 +44,7 @@ from raycl.storage import Place
 from raycl.tokenization import Vocabulary
 from raycl.training.coordinator import rows_in, start_coordinator
 from raycl.training.data_module import DataModule
-from raycl.training.data_set import DataSet
+from raycl.training.data_set import DataSet, DecodedRows
 from raycl.training.preflight import describe_data, save_run_files
 from raycl.training.transforms import build_formats
 from tests.encoders import write_images_run
@@ -106,6 +107,31 @@ def test_images_of_every_mode_are_read_and_invalid_ones_counted_by_cause(mixed: 
         seen.check(0.01)
 
 
+def test_few_rows_are_decoded_in_this_process_as_by_tasks(
+    mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_set(uri: Path, size: int) -> tuple[DecodedRows, ReadStats]:
+        monkeypatch.setattr("raycl.training.data_set._HERE_BYTES", size)
+        config = raycl.override(raycl.recipe("simclr", image_size=16), {"data.max_invalid_fraction": 1.0})
+        holdout = Holdout(seed=0, test=0.2)
+        with start_coordinator() as coordinator:
+            data_set = DataSet(config, coordinator, find_source(str(uri)))
+            decoder = Decoder(
+                formats=FORMATS, coordinator=coordinator, holdout=holdout, keep=holdout.is_evaluated
+            )
+            return data_set.read(decoder), data_set.stats()
+
+    for uri in (mixed, write_digits(tmp_path / "digits.parquet", 300)):
+        (here, counted), (tasks, counted_by_tasks) = read_set(uri, 4_096 * 300), read_set(uri, 0)
+        assert isinstance(here.rows, list) and not isinstance(tasks.rows, list)
+        assert counted == counted_by_tasks
+        assert here.fingerprint() == tasks.fingerprint()
+        assert ray.get(here.blocks()) == ray.get(tasks.blocks())
+        for names in (["sample_id"], ["sample_id", "label"]):
+            assert here.fingerprint(names) == tasks.fingerprint(names)
+            assert pa.concat_tables(here.columns(names)) == pa.concat_tables(tasks.columns(names))
+
+
 def test_a_file_that_disappears_before_it_is_read_is_one_invalid_row(
     mixed: Path, tmp_path: Path, coordinator: Any
 ) -> None:
@@ -136,8 +162,8 @@ def test_a_large_stream_holds_out_rows_only_from_the_evaluation_fragments(
         },
     )
     samples = DataModule(config, coordinator, [source])
-    [kept] = samples.rows_to_keep()
-    evaluated = {row["sample_id"] for row in kept.take_all()}
+    [kept] = samples.read_rows()
+    evaluated = set(pa.concat_tables(kept.columns(["sample_id"]))["sample_id"].to_pylist())
     held_out = {row for row in evaluated if samples.holdout.is_test(np.array([row]))[0]}
     assert len(evaluated) == pytest.approx(0.65 * 360, abs=40)  # a tenth held out, 200 reference rows
     output = Place(str(tmp_path / "run"))
@@ -205,8 +231,9 @@ def test_a_dataset_has_the_same_rows_as_its_files(tmp_path: Path, coordinator: A
         DataModule(config, coordinator, [hugging_face]),
     ]
     assert kinds[0].classes == kinds[1].classes == tuple(f"digit {digit}" for digit in range(1, 10))
+    names = ["sample_id", "label", "image.pixels", "image.aspect"]
     files, dataset = (
-        sorted(samples.rows_to_keep()[0].take_all(), key=lambda row: row["sample_id"]) for samples in kinds
+        pa.concat_tables(samples.read_rows()[0].columns(names)).sort_by("sample_id") for samples in kinds
     )
     assert files == dataset
     assert plan_run("simclr", data=[hugging_face], flags={}, settings={}).config.data.image_size == 16

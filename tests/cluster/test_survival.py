@@ -24,11 +24,17 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 import raycl
 from raycl.data.read_stats import ReadStats
 from raycl.errors import RunError
+from raycl.ray_runtime import helper_actor
 from raycl.records import failures, read_metrics, read_result, wall_seconds
 from raycl.storage import Place
 from raycl.training import coordinator
 from raycl.training.checkpoint import saved_steps
-from raycl.training.controller import RayTrainer, remove_leaked_placement_groups
+from raycl.training.controller import (
+    RayTrainer,
+    controller_environment,
+    prestart_controller,
+    remove_leaked_placement_groups,
+)
 from raycl.training.coordinator import send_heartbeats
 from raycl.training.driver import GracefulShutdown, workers_that_fit
 from raycl.training.standby import importing
@@ -341,6 +347,15 @@ def test_a_process_with_imported_modules_stands_ready_for_a_lost_one() -> None:
     wait_until(lambda: any("libtorch" in library for library in libraries_of(ready)))
     ray.kill(first)
     assert ray.get(actor.remote().pid.remote()) == ready
+
+
+def test_the_controller_and_its_actor_get_processes_that_the_driver_asked_for_early() -> None:
+    before = set(idle_processes())
+    prestart_controller()
+    wait_until(lambda: len(set(idle_processes()) - before) == 2)
+    ready = set(idle_processes()) - before
+    controller: Any = helper_actor(Probe, runtime_env={"env_vars": controller_environment()}).remote()
+    assert set(ray.get([controller.pid.remote(), controller.pid_of_child.remote()])) == ready
 
 
 @pytest.mark.drill

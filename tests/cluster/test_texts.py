@@ -149,12 +149,13 @@ def test_a_dataset_of_clicks_keeps_its_ids_and_counts_each_row_once(monkeypatch:
         config = run_of("two_tower", **{"evaluation.every_epochs": 0})  # no row is held out
         samples = DataModule(config, coordinator, [ray.data.from_arrow(table)])
         samples.learn_vocabulary(None)
-        decoded = samples.rows_to_keep()[0].materialize()
+        [decoded] = samples.read_rows()
         rows = rows_in(coordinator)
-    assert decoded.count() == samples.num_rows == rows.num_train == num_queries
+    found = pa.concat_tables(decoded.columns(["query_id.id"]))
+    assert len(found) == samples.num_rows == rows.num_train == num_queries
     assert (rows.num_rows, rows.invalid) == (len(ids), {"missing id": 2})
     assert samples.num_read_first() == len(ids)
-    held = {name for row in decoded.take_all() for name in row["query_id.id"]}
+    held = {name for names in found["query_id.id"].to_pylist() for name in names}
     assert held == {2**60 + number for number in range(num_queries)}
 
 
@@ -366,7 +367,7 @@ def test_a_run_guides_sentences_by_their_own_embeddings(tmp_path: Path) -> None:
     with start_coordinator() as coordinator:
         samples = DataModule(config, coordinator, [source])
         samples.learn_vocabulary(None)
-        guide = samples.guide([each.materialize() for each in samples.rows_to_keep()])
+        guide = samples.guide(samples.read_rows())
     assert guide is not None and guide.query is guide.document
     ids = np.arange(80)[::-1].copy()
     expected = np.array(vectors)[ids]
