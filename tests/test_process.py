@@ -14,7 +14,7 @@ from ray.train import ScalingConfig
 from raycl.config.overrides import override
 from raycl.errors import ConfigError
 from raycl.recipes import recipe
-from raycl.training import process
+from raycl.training import controller, process
 from raycl.training.controller import RayTrainer
 from raycl.training.coordinator import RunCoordinator
 from raycl.training.process import environment, multiply_by_onednn, prepare_device, prepare_process
@@ -171,6 +171,19 @@ def test_a_new_worker_collects_no_garbage_while_it_imports(monkeypatch: pytest.M
     import_worker()
     assert imported == [("raycl.training.loop", False)]
     assert gc.isenabled()
+
+
+def test_only_a_driver_that_started_ray_without_an_environment_asks_for_processes_that_would_match(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(controller, "request_standby", lambda number, **_: asked.append(number))
+    for is_own, own, count in ((False, {}, 0), (True, {}, 1), (True, {"env_vars": {"OTHER": "1"}}, 1)):
+        context = SimpleNamespace(runtime_env=own)
+        monkeypatch.setattr("ray.get_runtime_context", lambda context=context: context)
+        monkeypatch.setattr(controller, "is_own_ray", lambda is_own=is_own: is_own)
+        controller.prestart_controller()
+        assert len(asked) == count
 
 
 def test_a_process_without_ray_asks_for_no_other_and_starts_no_ray(monkeypatch: pytest.MonkeyPatch) -> None:

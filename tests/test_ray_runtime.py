@@ -202,6 +202,19 @@ def test_a_local_ray_starts_without_a_preemption_watcher(
     assert os.environ.get(ENABLE_PREEMPTION_WATCHER_ENV_VAR) == given
 
 
+def test_the_processes_of_a_local_ray_look_for_each_other_often(
+    monkeypatch: pytest.MonkeyPatch, fake_init: Any
+) -> None:
+    names = [f"RAY_raylet_client_{name}" for name in ("connect_timeout_milliseconds", "num_connect_attempts")]
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    seen: list[list[str]] = []
+    fake_init(lambda: seen.append([os.environ.get(name, "") for name in names]) or JOINED)
+    init_ray("local")
+    init_ray("10.0.0.1:6379")
+    assert seen == [["50", "200"], ["", ""]]
+
+
 @pytest.mark.parametrize(("debug", "logs"), [(False, False), (True, True)])
 def test_a_local_ray_starts_without_processes_that_serve_nobody(
     monkeypatch: pytest.MonkeyPatch, fake_init: Any, debug: bool, logs: bool
