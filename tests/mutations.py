@@ -1224,6 +1224,13 @@ MUTATIONS = [
         "tests/test_phases.py",
     ),
     Mutation(
+        "the reader of a stream takes the process that a worker asked for its own replacement",
+        "raycl/training/standby.py",
+        'merged["env_vars"] = merged.get("env_vars", {}) | env_vars',
+        'merged["env_vars"] = merged.get("env_vars", {})',
+        "tests/test_process.py",
+    ),
+    Mutation(
         "checkpoints have no shortest interval",
         "raycl/training/checkpoint.py",
         "max(shortest, min(cost_s / _MAX_COST, 2.0 * last_s))",
@@ -1338,8 +1345,8 @@ MUTATIONS = [
     Mutation(
         "the actor of a stream runs the hook that imports torch",
         "raycl/data/windows.py",
-        'os.environ.get(HOOK, "").startswith("raycl.")',
-        "False",
+        'hook.replace("import_worker", "import_reader")',
+        "hook",
         "tests/test_order.py",
     ),
     Mutation(
@@ -1534,8 +1541,8 @@ MUTATIONS = [
     Mutation(
         "a node that refused processes which stand ready is not asked again",
         "raycl/training/standby.py",
-        "if request_standby(number, address=nodes[node]):",
-        "if request_standby(number, address=nodes[node]) or True:",
+        "if all(asked):",
+        "if True:",
         "tests/test_process.py",
     ),
     Mutation(

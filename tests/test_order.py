@@ -405,7 +405,7 @@ def test_a_resumed_epoch_and_the_one_read_ahead_begin_at_windows_of_their_own(
     assert (reads[6:], len(killed)) == ([(5, 0, "epoch 5", 0)], 3)
 
 
-@pytest.mark.parametrize("hook", ["", "raycl.hook", "theirs.hook"])
+@pytest.mark.parametrize("hook", ["", "raycl.import_worker", "theirs.import_worker"])
 def test_only_the_first_worker_starts_calls_and_ends_the_actor_of_all(
     hook: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -438,7 +438,8 @@ def test_only_the_first_worker_starts_calls_and_ends_the_actor_of_all(
             assert [piece.rows for piece in pieces] == [f"{rank} of {epoch}"]
     assert (len(actors), reads, killed) == (2, [1, 2], actors[:1])
     # The hook that imports torch would delay it; another one is the user's.
-    assert settings == [{"env_vars": {windows.HOOK: ""}} if hook == "raycl.hook" else None] * 2
+    own = {"env_vars": {windows.HOOK: "raycl.import_reader"}}
+    assert settings == [own if hook.startswith("raycl.") else None] * 2
 
 
 def test_a_buffer_smaller_than_a_batch_is_one_batch() -> None:

@@ -14,7 +14,7 @@ from ray.train import ScalingConfig
 from raycl.config.overrides import override
 from raycl.errors import ConfigError
 from raycl.recipes import recipe
-from raycl.training import controller, process
+from raycl.training import controller, process, standby
 from raycl.training.controller import RayTrainer
 from raycl.training.coordinator import RunCoordinator
 from raycl.training.process import environment, multiply_by_onednn, prepare_device, prepare_process
@@ -186,6 +186,23 @@ def test_only_a_driver_that_started_ray_without_an_environment_asks_for_processe
         assert len(asked) == count
 
 
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ("{}", '{"env_vars": {"A": "1", "Z": "2"}}'),
+        ('{"env_vars": {"A": "0", "B": "3"}}', '{"env_vars":{"A":"1","B":"3","Z":"2"}}'),
+        ('{"env_vars":{"A":"0","B":"3"}}', '{"env_vars":{"A":"1","B":"3","Z":"2"}}'),
+    ],
+)
+def test_the_environment_of_an_actor_is_written_as_by_ray(
+    own: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = SimpleNamespace(get_runtime_env_string=lambda: own)
+    monkeypatch.setattr("ray.get_runtime_context", lambda: context)
+    assert standby._environment({"Z": "2", "A": "1"}) == expected
+    assert standby._environment({}) == own
+
+
 def test_a_process_without_ray_asks_for_no_other_and_starts_no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[object] = []
     monkeypatch.setattr("ray.is_initialized", lambda: False)
@@ -198,21 +215,27 @@ def test_a_process_without_ray_asks_for_no_other_and_starts_no_ray(monkeypatch: 
 def test_processes_are_asked_for_a_minute_after_the_start_of_the_run_or_soon_after_a_loss(
     age_s: float, delay_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[float, list[int]]] = []
+    asked: list[tuple[float, list[int], dict[str, Any]]] = []
 
     class Timer:
         daemon = False
 
-        def __init__(self, delay: float, function: object, numbers: list[int]) -> None:
+        def __init__(
+            self, delay: float, function: object, numbers: list[int], options: dict[str, Any]
+        ) -> None:
             assert function is request_standby
-            asked.append((delay, numbers))
+            asked.append((delay, numbers, options))
 
         def start(self) -> None:
             assert self.daemon  # or the process would wait for it
 
     monkeypatch.setattr("threading.Timer", Timer)
     stand_by(3, began=time.time() - age_s)
-    assert asked == [(pytest.approx(delay_s, abs=1), [3])]
+    stand_by(began=time.time() - age_s, turn=2, env_vars={"OTHER": "1"})
+    assert asked == [
+        (pytest.approx(delay_s, abs=1), [3], {"env_vars": None}),
+        (pytest.approx(delay_s + 4, abs=1), [1], {"env_vars": {"OTHER": "1"}}),
+    ]
 
 
 def node(name: str, *, is_alive: bool = True, **resources: float) -> dict[str, Any]:
@@ -253,13 +276,18 @@ def test_the_first_worker_asks_each_other_node_until_it_agrees_as_nodes_join(
 ) -> None:
     coordinator = RunCoordinator()
     coordinator.add_standby_node("own")
-    asked: list[tuple[int, str]] = []
+    asked: list[str] = []
+    of_readers: list[str] = []
+    reader = {"OTHER": "1"}
     every = ["own", "a", "b", "c", "d"]
     looks = iter([["own", "a"], ["own", "a"], every, every])
 
-    def request(number: int, address: str) -> bool:
-        asked.append((number, address))
-        return asked.count((number, address)) > refused.count(address)
+    def request(*, address: str, env_vars: dict[str, str] | None) -> bool:
+        if env_vars is not None:
+            of_readers.append(address)
+            return env_vars == reader
+        asked.append(address)
+        return asked.count(address) > refused.count(address)
 
     class Thread:
         def __init__(self, target: Callable[[], None], *, name: str, daemon: bool) -> None:
@@ -287,9 +315,9 @@ def test_the_first_worker_asks_each_other_node_until_it_agrees_as_nodes_join(
     monkeypatch.setattr("raycl.training.standby.request_standby", request)
     monkeypatch.setattr("random.Random.sample", lambda self, population, k: sorted(population))
     with pytest.raises(EndOfTest):
-        stand_by_elsewhere(actor, 2, workers=2, began=0.0)
+        stand_by_elsewhere(actor, workers=2, began=0.0, actors=[reader])
     # Four nodes in all for two workers; a node that refused is asked again.
-    assert sorted(asked) == sorted((2, address) for address in ["a:1", "b:1", "c:1", *refused])
+    assert sorted(asked) == sorted(of_readers) == sorted(["a:1", "b:1", "c:1", *refused])
 
 
 class EndOfTest(BaseException):

@@ -172,14 +172,23 @@ class StreamReader:
         last, self._cutter = self._actor, cutter
         if rank == 0:
             options: dict[str, Any] = {"max_concurrency": cutter.num_workers + 2}
-            if os.environ.get(HOOK, "").startswith("raycl."):
-                # It does not need the modules that a new worker imports, and must not take a process from the workers.
-                options["runtime_env"] = {"env_vars": {HOOK: ""}}
+            if env_vars := reader_environment():
+                options["runtime_env"] = {"env_vars": env_vars}
             self._actor = helper_actor(_Windows, **options).remote(cutter)
         if cutter.num_workers > 1:
             self._actor = broadcast_from_rank_zero(self._actor if rank == 0 else None)
         if rank == 0 and last is not None:
             ray.kill(last)  # now no worker reads from it
+
+
+def reader_environment() -> dict[str, str]:
+    """Return the environment variables in which the reader of a stream differs from the worker that starts it.
+
+    It imports other modules than a new worker, and must not take a process from the workers. Empty if a worker imports
+    none, or by a hook of the user's.
+    """
+    hook = os.environ.get(HOOK, "")
+    return {HOOK: hook.replace("import_worker", "import_reader")} if hook.startswith("raycl.") else {}
 
 
 @final

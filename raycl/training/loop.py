@@ -11,6 +11,7 @@ import ray.train
 import ray.train.torch
 import torch
 
+from raycl.data.windows import reader_environment
 from raycl.distributed import gather_detached, num_workers, rank, use_shared_memory
 from raycl.errors import CollapseError, DataError, NonFiniteLossError
 from raycl.gpus import available_cores
@@ -60,10 +61,15 @@ def run_worker(settings: dict[str, ray.ObjectRef]) -> Outcome | None:
 def _keep_standbys(job: Job) -> None:
     """Start standby processes that replace lost processes of this group."""
     job.coordinator.add_standby_node.remote(ray.get_runtime_context().get_node_id())
-    number = 1 if job.stream is None else 2  # the first worker starts the actor that reads a stream
-    stand_by(number if rank() == 0 else 1, began=job.began)
+    context = ray.train.get_context()
+    stand_by(
+        began=job.began, turn=1 + context.get_local_rank()
+    )  # after the controller, if it is on this node
     if rank() == 0:
-        stand_by_elsewhere(job.coordinator, number, workers=num_workers(), began=job.began)
+        readers = [] if job.stream is None else [reader_environment()]
+        for env_vars in readers:
+            stand_by(began=job.began, turn=1 + context.get_local_world_size(), env_vars=env_vars)
+        stand_by_elsewhere(job.coordinator, workers=num_workers(), began=job.began, actors=readers)
 
 
 @final

@@ -9,10 +9,11 @@ when it is needed.
 import contextlib
 import gc
 import importlib
+import json
 import random
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -23,6 +24,7 @@ from ray.runtime_env import RuntimeEnv
 HOOK = ray_constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR  # names the function that a new process calls
 _MIN_RUN_S = 60.0  # a shorter run needs no other process, whose imports would take its CPUs
 _DELAY_S = 15.0  # their imports must not delay the first steps of a group
+_TURN_S = 2.0  # in which a process starts, without its imports
 _KEPT_S = 7 * 24 * 3600
 _TIMEOUT_S = 10.0
 _LOOK_S = 30.0  # between two looks for nodes that joined
@@ -42,25 +44,39 @@ def importing(function: str) -> dict[str, str]:
 
 def import_worker() -> None:
     """Import the modules of a training worker."""
-    _import("loop")
+    _import("raycl.training.loop")
 
 
 def import_controller() -> None:
     """Import the modules of Ray Train's controller."""
-    _import("controller")
+    _import("raycl.training.controller")
 
 
-def stand_by(number: int = 1, *, began: float) -> None:
-    """Ask for processes that can replace this one, if this one still lives a minute after the run ``began``."""
-    timer = threading.Timer(_delay(began), request_standby, [number])
+def import_reader() -> None:
+    """Import the modules of the actor that reads a stream, and of its tasks."""
+    _import("raycl.data.streaming")
+
+
+def stand_by(
+    number: int = 1, *, began: float, turn: int = 0, env_vars: Mapping[str, str] | None = None
+) -> None:
+    """Ask for processes that can replace this one, if this one still lives a minute after the run ``began``.
+
+    The processes of a node ask in ``turn``, since a node starts no more processes at once than it has CPUs, and ignores
+    further requests. With ``env_vars``, the new ones can replace an actor that this one started with these.
+    """
+    delay = _delay(began) + turn * _TURN_S
+    timer = threading.Timer(delay, request_standby, [number], {"env_vars": env_vars})
     timer.daemon = True
     timer.start()
 
 
-def stand_by_elsewhere(coordinator: Any, number: int = 1, *, workers: int, began: float) -> None:
+def stand_by_elsewhere(
+    coordinator: Any, *, workers: int, began: float, actors: Sequence[Mapping[str, str]] = ()
+) -> None:
     """Ask for processes on other nodes with room for this actor, at the time of :func:`stand_by` and as nodes join.
 
-    A node that agreed is not asked again in a run. At most twice as many nodes as ``workers`` are asked,
+    ``actors`` are the environment variables of actors that this one starts, which need a process there too. A node that agreed is not asked again in a run. At most twice as many nodes as ``workers`` are asked,
     the workers' nodes included.
     """
 
@@ -74,7 +90,8 @@ def stand_by_elsewhere(coordinator: Any, number: int = 1, *, workers: int, began
                 shuffled = random.Random().sample(list(nodes), len(nodes))
                 new = coordinator.nodes_without_standby.remote(shuffled, most=2 * workers)
                 for node in ray.get(new, timeout=_TIMEOUT_S):
-                    if request_standby(number, address=nodes[node]):
+                    asked = [request_standby(address=nodes[node], env_vars=each) for each in (None, *actors)]
+                    if all(asked):
                         coordinator.add_standby_node.remote(node)
             time.sleep(_LOOK_S)
 
@@ -96,7 +113,7 @@ def request_standby(
     """Ask Ray on a node for idle processes with the environment of this one; return whether it agreed.
 
     ``address`` is the address of the node's raylet; without it, the node is this one. With ``env_vars``, the processes
-    have these, as an actor that a driver without an environment starts.
+    have these as well, like an actor that this process starts with them.
     """
     if not ray.is_initialized():  # get_runtime_context would start Ray, or wait for a cluster that has ended
         return False
@@ -113,16 +130,24 @@ def request_standby(
             keep_alive_duration_secs=_KEPT_S,
             num_workers=number,
         )
-        request.runtime_env_info.serialized_runtime_env = (
-            context.get_runtime_env_string()
-            if env_vars is None
-            else RuntimeEnv(env_vars=dict(env_vars)).serialize()
-        )
+        request.runtime_env_info.serialized_runtime_env = _environment(env_vars or {})
         channel: Any = init_grpc_channel(address or f"{node.node_ip_address}:{node.node_manager_port}")
         with channel:
             node_manager_pb2_grpc.NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=_TIMEOUT_S)
         return True
     return False
+
+
+def _environment(env_vars: Mapping[str, str]) -> str:
+    """Return the environment of an actor that this process starts with these variables, as Ray writes it."""
+    own = ray.get_runtime_context().get_runtime_env_string()
+    if not env_vars:
+        return own
+    merged = json.loads(own)
+    if not merged:
+        return RuntimeEnv(env_vars=dict(env_vars)).serialize()
+    merged["env_vars"] = merged.get("env_vars", {}) | env_vars
+    return json.dumps(merged, sort_keys=True, separators=(",", ":"))
 
 
 def _delay(began: float) -> float:
@@ -133,5 +158,5 @@ def _import(module: str) -> None:
     """Import a module before this process gets an actor, without garbage collection, which takes a sixth of the time."""
     gc.disable()
     with contextlib.suppress(Exception):  # an actor that needs the modules reports the error
-        importlib.import_module(f"raycl.training.{module}")
+        importlib.import_module(module)
     gc.enable()

@@ -28,8 +28,8 @@ class Other(TrainController):
 class Probe:
     """An actor whose process another one can replace."""
 
-    def ask(self) -> bool:
-        return request_standby()
+    def ask(self, env_vars: dict[str, str] | None = None) -> bool:
+        return request_standby(env_vars=env_vars)
 
     def ask_elsewhere(self, book: Any) -> None:
         stand_by_elsewhere(book, workers=2, began=0.0)
@@ -37,9 +37,13 @@ class Probe:
     def pid(self) -> int:
         return os.getpid()
 
-    def pid_of_child(self) -> int:
-        self._child: Any = ray.remote(num_cpus=0)(Probe).remote()
+    def pid_of_child(self, env_vars: dict[str, str] | None = None) -> int:
+        runtime_env = None if env_vars is None else {"env_vars": env_vars}
+        self._child: Any = ray.remote(num_cpus=0)(Probe).options(runtime_env=runtime_env).remote()
         return ray.get(self._child.pid.remote())
+
+    def of_child(self, method: str, *arguments: Any) -> Any:
+        return ray.get(getattr(self._child, method).remote(*arguments))
 
 
 class Scaling:

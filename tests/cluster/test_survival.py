@@ -23,6 +23,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 
 import raycl
 from raycl.data.read_stats import ReadStats
+from raycl.data.windows import reader_environment
 from raycl.errors import RunError
 from raycl.ray_runtime import helper_actor
 from raycl.records import failures, read_metrics, read_result, wall_seconds
@@ -37,7 +38,7 @@ from raycl.training.controller import (
 )
 from raycl.training.coordinator import send_heartbeats
 from raycl.training.driver import GracefulShutdown, workers_that_fit
-from raycl.training.standby import importing
+from raycl.training.standby import HOOK, importing
 from tests.cluster.actors import Other, Probe, TrainController
 from tests.cluster.faults import extra_node, kill_process, processes, wait_until
 from tests.cluster.test_negatives import assert_equal_runs
@@ -356,6 +357,23 @@ def test_the_controller_and_its_actor_get_processes_that_the_driver_asked_for_ea
     ready = set(idle_processes()) - before
     controller: Any = helper_actor(Probe, runtime_env={"env_vars": controller_environment()}).remote()
     assert set(ray.get([controller.pid.remote(), controller.pid_of_child.remote()])) == ready
+
+
+def test_a_process_that_a_worker_asked_for_becomes_the_reader_of_its_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of_worker = importing("import_worker")
+    monkeypatch.setenv(HOOK, of_worker[HOOK])
+    of_reader = reader_environment()
+    assert of_reader == importing("import_reader")
+    controller: Any = ray.remote(num_cpus=0, runtime_env={"env_vars": {"OTHER": "1"}})(Probe).remote()
+    ray.get(controller.pid_of_child.remote(of_worker))
+    before = set(idle_processes())
+    assert ray.get(controller.of_child.remote("ask", of_reader))
+    wait_until(lambda: set(idle_processes()) - before)
+    [ready] = set(idle_processes()) - before
+    assert ray.get(controller.of_child.remote("pid_of_child", of_reader)) == ready
+    assert not any("libtorch" in library for library in libraries_of(ready))
 
 
 @pytest.mark.drill
