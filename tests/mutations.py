@@ -1224,6 +1224,13 @@ MUTATIONS = [
         "tests/test_phases.py",
     ),
     Mutation(
+        "checkpoints are as rare after losses as before",
+        "raycl/training/checkpoint.py",
+        "math.sqrt(2 * cost_s * between_losses_s)",
+        "math.inf",
+        "tests/test_phases.py",
+    ),
+    Mutation(
         "the reader of a stream takes the process that a worker asked for its own replacement",
         "raycl/training/standby.py",
         'merged["env_vars"] = merged.get("env_vars", {}) | env_vars',
@@ -1233,8 +1240,8 @@ MUTATIONS = [
     Mutation(
         "checkpoints have no shortest interval",
         "raycl/training/checkpoint.py",
-        "max(shortest, min(cost_s / _MAX_COST, 2.0 * last_s))",
-        "min(cost_s / _MAX_COST, 2.0 * last_s)",
+        "max(shortest, min(best, 2.0 * last_s))",
+        "min(best, 2.0 * last_s)",
         "tests/test_phases.py",
     ),
     Mutation(

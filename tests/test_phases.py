@@ -218,16 +218,18 @@ def test_a_group_lost_before_its_first_step_adds_to_the_failure_before_it(
     at_once = lose("no node", None)
     assert at_once == Failure(text="no node", step=0, seconds=0.0, time=100.0)
     first = lose("worker 1 died", at_once, step=16, seconds=80.0, time=190.0)
-    assert first == Failure(text="worker 1 died", step=16, seconds=80.0, time=190.0)
+    assert first == Failure(text="worker 1 died", step=16, seconds=80.0, time=190.0, number=2)
     again = lose("no node", first, step=16, seconds=80.0, time=190.0)
-    assert again == Failure(text="worker 1 died; no node", step=16, seconds=80.0, time=190.0)
+    assert again == Failure(text="worker 1 died; no node", step=16, seconds=80.0, time=190.0, number=2)
     assert lose("no node", first) == again
     # The next group made a step and reported the failure; then the coordinator was restarted, and lost the progress.
     log = MetricsLog(output)
     log.write({"step": 10, "event": "failure", "failed_at": 190})
     log.flush()
     monkeypatch.setattr("raycl.training.driver.time.time", lambda: 250.0)
-    assert lose("worker 0 died", again) == Failure(text="worker 0 died", step=0, seconds=0.0, time=250.0)
+    assert lose("worker 0 died", again) == Failure(
+        text="worker 0 died", step=0, seconds=0.0, time=250.0, number=3
+    )
 
 
 @pytest.mark.parametrize(
@@ -250,6 +252,22 @@ def test_checkpoints_take_at_most_1_percent_of_the_time(costs: list[float], expe
     for cost in costs:
         interval = next_interval_s(interval, cost_s=cost)
     assert interval == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("cost", "between"), [(0.08, 120.0), (5.0, 3_600.0), (0.5, 600.0)])
+def test_after_losses_checkpoints_are_so_frequent_that_least_time_is_lost(
+    cost: float, between: float
+) -> None:
+    def lost_fraction(interval: float) -> float:
+        return (
+            cost / interval + interval / 2 / between
+        )  # checkpoints, and half an interval repeated by each loss
+
+    interval = next_interval_s(1e9, cost_s=cost, between_losses_s=between)
+    assert lost_fraction(interval) < min(lost_fraction(0.9 * interval), lost_fraction(1.1 * interval))
+    assert lost_fraction(interval) < 0.95 * lost_fraction(next_interval_s(1e9, cost_s=cost))
+    # Rare losses change nothing.
+    assert next_interval_s(1e9, cost_s=cost, between_losses_s=1e7) == min(300.0, 100 * cost)
 
 
 def test_an_interval_of_the_configuration_is_kept() -> None:

@@ -5,6 +5,7 @@ checkpoint only once it is complete. Views, the order of the samples and dropout
 (seed, epoch, step), so checkpoints hold no random state.
 """
 
+import math
 import re
 import tempfile
 import time
@@ -140,7 +141,11 @@ class Checkpointer:
                 self._report(position, store, metrics, evaluated=evaluated)
         self.saved_step, self._saved_at = position.step, time.monotonic()
         if self._job.config.checkpoints.interval_s is None:
-            self._interval_s = next_interval_s(self._interval_s, cost_s=self._saved_at - began)
+            lost = self._job.failure
+            between_losses_s = (time.time() - self._job.began) / lost.number if lost else math.inf
+            self._interval_s = next_interval_s(
+                self._interval_s, cost_s=self._saved_at - began, between_losses_s=between_losses_s
+            )
 
     def check_weights(self, position: Position) -> None:
         """Raise ``NonFiniteLossError`` if a weight is not finite: a finite loss may have had an infinite gradient."""
@@ -249,13 +254,15 @@ class Checkpointer:
         return is_new
 
 
-def next_interval_s(last_s: float, *, cost_s: float) -> float:
+def next_interval_s(last_s: float, *, cost_s: float, between_losses_s: float = math.inf) -> float:
     """Return the seconds to the next checkpoint: so many that this one's cost is 1% of them, from 2 to 300.
 
-    At most twice the last interval: one slow write, as the first one often is, says little about the next.
+    Where losses are frequent, less: the interval at which checkpoints and repeated steps together take the least time,
+    for losses that are ``between_losses_s`` apart on average (Young, 1974). At most twice the last interval: one slow write, as the first one often is, says little about the next.
     """
     shortest, longest = _INTERVALS_S
-    return min(longest, max(shortest, min(cost_s / _MAX_COST, 2.0 * last_s)))
+    best = min(cost_s / _MAX_COST, math.sqrt(2 * cost_s * between_losses_s))
+    return min(longest, max(shortest, min(best, 2.0 * last_s)))
 
 
 def saved_steps(output: Place) -> set[int]:

@@ -36,13 +36,15 @@ from raycl.training.transforms import build_formats
 class Failure:
     """The loss of a group of workers: the last step it reported, with its training time and when it did.
 
-    ``seconds`` counts as :attr:`Position.seconds` does; ``time`` is in seconds since 1970.
+    ``seconds`` counts as :attr:`Position.seconds` does; ``time`` is in seconds since 1970. ``number`` counts the losses
+    that this driver has seen.
     """
 
     text: str
     step: int
     seconds: float
     time: float
+    number: int = 1
 
 
 _MIN_ROWS_CHECKED = 1_000  # rows of a stream before its invalid fraction is checked
