@@ -54,7 +54,7 @@ SECTIONS = {
         "The aim for waiting for rows is less than 3% of a step."
     ),
     "Start": (
-        "From the command to the first step of two workers, including the start of Ray; the aim is 15 s. "
+        "From the command to the first step of two workers, including the start of Ray; the aim is 8 s. "
         "raycl is compiled beforehand, like an installed package."
     ),
     "Growth": (
