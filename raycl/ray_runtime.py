@@ -172,7 +172,7 @@ def prestart_ray(address: str | None, *, debug: bool = False) -> None:
 
 
 def is_own_ray() -> bool:
-    """Whether this process has started the Ray that it is connected to, on this machine alone."""
+    """Whether this process has started the Ray that it is connected to."""
     return ray.is_initialized() and worker._global_node is not None and worker._global_node.is_head()
 
 

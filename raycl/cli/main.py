@@ -22,9 +22,7 @@ from raycl.cli.serve import explore
 from raycl.errors import ConfigError, DataError, RayclError, StoppedError, StorageError
 
 INTERRUPTED = 128 + signal.SIGINT
-_ALLOCATIONS = (
-    50_000  # between garbage collections, which take a sixth of the time of imports at Python's 700
-)
+_ALLOCATIONS = 50_000  # between garbage collections; with Python's 700 they slow imports by a sixth
 
 app = typer.Typer(
     add_completion=False,

@@ -258,7 +258,8 @@ def next_interval_s(last_s: float, *, cost_s: float, between_losses_s: float = m
     """Return the seconds to the next checkpoint: so many that this one's cost is 1% of them, from 2 to 300.
 
     Where losses are frequent, less: the interval at which checkpoints and repeated steps together take the least time,
-    for losses that are ``between_losses_s`` apart on average (Young, 1974). At most twice the last interval: one slow write, as the first one often is, says little about the next.
+    for losses that are ``between_losses_s`` apart on average (Young, 1974). At most twice the last interval: one slow
+    write, as the first one often is, says little about the next.
     """
     shortest, longest = _INTERVALS_S
     best = min(cost_s / _MAX_COST, math.sqrt(2 * cost_s * between_losses_s))

@@ -83,7 +83,7 @@ def controller_environment() -> dict[str, str]:
 
 @final
 class _Unrequested(FixedScalingPolicy):
-    """The policy of a fixed number of workers on a Ray that cannot grow, without an actor that collects requests.
+    """The policy of a fixed number of workers that requests no resources, and starts no actor that collects requests.
 
     Only autoscalers and the tasks of Ray Data read them.
     """

@@ -62,9 +62,8 @@ def _keep_standbys(job: Job) -> None:
     """Start standby processes that replace lost processes of this group."""
     job.coordinator.add_standby_node.remote(ray.get_runtime_context().get_node_id())
     context = ray.train.get_context()
-    stand_by(
-        began=job.began, turn=1 + context.get_local_rank()
-    )  # after the controller, if it is on this node
+    # After the controller, if it is on this node.
+    stand_by(began=job.began, turn=1 + context.get_local_rank())
     if rank() == 0:
         readers = [] if job.stream is None else [reader_environment()]
         for env_vars in readers:

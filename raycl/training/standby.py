@@ -76,8 +76,8 @@ def stand_by_elsewhere(
 ) -> None:
     """Ask for processes on other nodes with room for this actor, at the time of :func:`stand_by` and as nodes join.
 
-    ``actors`` are the environment variables of actors that this one starts, which need a process there too. A node that agreed is not asked again in a run. At most twice as many nodes as ``workers`` are asked,
-    the workers' nodes included.
+    ``actors`` are the environment variables of actors that this one starts, which need a process there too. A node that
+    agreed is not asked again in a run. At most twice as many nodes as ``workers`` are asked, the workers' nodes included.
     """
 
     def look() -> None:
