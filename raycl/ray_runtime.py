@@ -54,6 +54,7 @@ _CONNECT_TIMEOUT_S = 5.0
 _LOOPBACK = "127.0.0.1:"
 _HOST_AND_PORT = re.compile(r"[^/]+:[0-9]+")
 NEW_NODE_S = 900.0  # limit for a new node to start, including its installation
+_own_node: Node | None = None  # of the Ray that this module started last
 _START_TIMEOUT = "timed out during startup"  # Ray raises a plain Exception with this text after 30 s
 
 
@@ -122,6 +123,7 @@ def init_ray(address: str, *, debug: bool = False, quiet_core: bool = False) -> 
     keeps the log of Ray's core off stderr, for short commands: it would say why Ray ended a process.
     Returns host and port of the cluster's dashboard, if it has one. Raises ``RunError``.
     """
+    global _own_node
     if sys.platform == "win32":
         raise ConfigError("raycl runs on Linux and macOS, came Windows; use WSL")
     address = _numeric(address)
@@ -147,6 +149,7 @@ def init_ray(address: str, *, debug: bool = False, quiet_core: bool = False) -> 
                 stack.enter_context(_replaced(worker, "connect", _quietly(worker.connect)))
             stack.enter_context(_keeping_sigterm())
             joined = _start_or_join(address, debug=debug)
+            _own_node = worker._global_node if address == "local" else None
     except (ConnectionError, RuntimeError, ValueError, exceptions.AuthenticationError) as error:
         needs_token = "AuthenticationError" in f"{error!r} {error.__cause__}"
         advice = (
@@ -172,8 +175,8 @@ def prestart_ray(address: str | None, *, debug: bool = False) -> None:
 
 
 def is_own_ray() -> bool:
-    """Whether this process has started the Ray that it is connected to."""
-    return ray.is_initialized() and worker._global_node is not None and worker._global_node.is_head()
+    """Whether raycl has started the Ray that this process is connected to."""
+    return ray.is_initialized() and _own_node is not None and worker._global_node is _own_node
 
 
 def require_single(addresses: Collection[str]) -> str:

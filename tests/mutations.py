@@ -1548,7 +1548,7 @@ MUTATIONS = [
     Mutation(
         "a node that refused processes which stand ready is not asked again",
         "raycl/training/standby.py",
-        "if all(asked):",
+        "if has_agreed:",
         "if True:",
         "tests/test_process.py",
     ),

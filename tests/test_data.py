@@ -19,7 +19,7 @@ from PIL import ExifTags, Image
 from pyarrow import feather
 
 from raycl.data.columns import ColumnNames
-from raycl.data.decode import are_flat
+from raycl.data.decode import are_flat, decode_here
 from raycl.data.discovery import ROWS_PER_FRAGMENT, check_no_splits, find_source
 from raycl.data.ids import content_ids, stable_ids
 from raycl.data.images import ImageFormat, InvalidImageError, image_sides
@@ -817,3 +817,19 @@ def test_the_file_of_a_fragment_is_named_once_and_not_for_each_row(
     where = [place for rows in source.read(fragment) for place in rows.where]
     assert where == [f"pairs.csv row {row}" for row in range(500)]
     assert len(asked) < 10
+
+
+@pytest.mark.timeout(30)
+def test_an_interrupted_reader_waits_for_no_more_than_a_batch() -> None:
+    decoder: Any = SimpleNamespace(tables=lambda _, batches: batches)
+
+    def read(fragment: Any) -> Iterator[Any]:
+        if fragment.name == "endless":
+            yield from iter(int, 1)
+        yield fragment.name
+
+    fragments: Any = [SimpleNamespace(name="short"), SimpleNamespace(name="endless")]
+    tables: Any = decode_here(fragments, read, decoder)
+    assert next(tables) == "short"
+    with pytest.raises(KeyboardInterrupt):
+        tables.throw(KeyboardInterrupt)

@@ -1,9 +1,11 @@
 """Step time by phase: nested phases, threads, and the fractions of a logging interval; goodput and failures."""
 
+import math
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from raycl.distributed.step_timer import PAUSED, REST, StepTimer, counted, phase
 from raycl.recipes import recipe
 from raycl.records import MetricsLog, failures, read_metrics, wall_seconds
 from raycl.storage import Place
+from raycl.training import checkpoint
 from raycl.training.checkpoint import Checkpointer, next_interval_s
 from raycl.training.driver import _failure as lose_group
 from raycl.training.job import Failure
@@ -40,6 +43,7 @@ def manual_clock(monkeypatch: pytest.MonkeyPatch) -> ManualClock:
     )
     monkeypatch.setattr("raycl.distributed.step_timer.time", stopped)
     monkeypatch.setattr("raycl.training.metrics_logger.time", stopped)
+    monkeypatch.setattr("raycl.training.checkpoint.time", stopped)
     return manual_clock
 
 
@@ -215,12 +219,15 @@ def test_a_group_lost_before_its_first_step_adds_to_the_failure_before_it(
         return lose_group(job, text, started=100.0)
 
     monkeypatch.setattr("raycl.training.driver.ray", SimpleNamespace(get=lambda value, timeout: value))
+    monkeypatch.setattr("raycl.training.driver.time.time", lambda: 191.0)
     at_once = lose("no node", None)
-    assert at_once == Failure(text="no node", step=0, seconds=0.0, time=100.0)
+    assert at_once == Failure(text="no node", step=0, seconds=0.0, time=100.0, after_s=91.0)
     first = lose("worker 1 died", at_once, step=16, seconds=80.0, time=190.0)
-    assert first == Failure(text="worker 1 died", step=16, seconds=80.0, time=190.0, number=2)
+    assert first == Failure(text="worker 1 died", step=16, seconds=80.0, time=190.0, number=2, after_s=91.0)
     again = lose("no node", first, step=16, seconds=80.0, time=190.0)
-    assert again == Failure(text="worker 1 died; no node", step=16, seconds=80.0, time=190.0, number=2)
+    assert again == Failure(
+        text="worker 1 died; no node", step=16, seconds=80.0, time=190.0, number=2, after_s=91.0
+    )
     assert lose("no node", first) == again
     # The next group made a step and reported the failure; then the coordinator was restarted, and lost the progress.
     log = MetricsLog(output)
@@ -228,7 +235,7 @@ def test_a_group_lost_before_its_first_step_adds_to_the_failure_before_it(
     log.flush()
     monkeypatch.setattr("raycl.training.driver.time.time", lambda: 250.0)
     assert lose("worker 0 died", again) == Failure(
-        text="worker 0 died", step=0, seconds=0.0, time=250.0, number=3
+        text="worker 0 died", step=0, seconds=0.0, time=250.0, number=3, after_s=150.0
     )
 
 
@@ -268,6 +275,30 @@ def test_after_losses_checkpoints_are_so_frequent_that_least_time_is_lost(
     assert lost_fraction(interval) < 0.95 * lost_fraction(next_interval_s(1e9, cost_s=cost))
     # Rare losses change nothing.
     assert next_interval_s(1e9, cost_s=cost, between_losses_s=1e7) == min(300.0, 100 * cost)
+
+
+def test_the_mean_time_between_losses_grows_while_none_follows(
+    monkeypatch: pytest.MonkeyPatch, manual_clock: ManualClock
+) -> None:
+    lost = Failure(text="worker 1 died", step=16, seconds=80.0, time=190.0, number=3, after_s=60.0)
+    job = MagicMock(config=SimpleNamespace(checkpoints=CheckpointConfig()), failure=lost, bank=None)
+    asked: list[float] = []
+
+    def next_interval(last_s: float, *, cost_s: float, between_losses_s: float) -> float:
+        asked.append(between_losses_s)
+        return last_s
+
+    monkeypatch.setattr(checkpoint, "next_interval_s", next_interval)
+    monkeypatch.setattr(checkpoint, "backup_manifest", lambda _: None)
+    monkeypatch.setattr(Checkpointer, "_report", lambda *_, **__: None)
+    given: Any = (job, MagicMock(), None, MagicMock(), MagicMock(), Position(), None, torch.device("cpu"))
+    checkpointer = Checkpointer(*given)
+    for step in (1, 2):
+        manual_clock.move(30.0)
+        checkpointer.save(Position(step=step), MagicMock(), {})
+    job.failure = None
+    checkpointer.save(Position(step=3), MagicMock(), {})
+    assert asked == [30.0, 40.0, math.inf]
 
 
 def test_an_interval_of_the_configuration_is_kept() -> None:

@@ -4,6 +4,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -173,17 +174,28 @@ def test_a_new_worker_collects_no_garbage_while_it_imports(monkeypatch: pytest.M
     assert gc.isenabled()
 
 
-def test_only_a_driver_that_started_ray_without_an_environment_asks_for_processes_that_would_match(
+def test_only_on_a_ray_of_its_own_a_driver_asks_once_for_early_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[int] = []
     monkeypatch.setattr(controller, "request_standby", lambda number, **_: asked.append(number))
-    for is_own, own, count in ((False, {}, 0), (True, {}, 1), (True, {"env_vars": {"OTHER": "1"}}, 1)):
-        context = SimpleNamespace(runtime_env=own)
+    monkeypatch.setattr(controller, "controller_environment", dict)
+    controller._prestart.cache_clear()
+    for is_own, job, count in ((False, "1", 0), (True, "1", 1), (True, "1", 1), (True, "2", 2)):
+        context = SimpleNamespace(get_job_id=lambda job=job: job)
         monkeypatch.setattr("ray.get_runtime_context", lambda context=context: context)
         monkeypatch.setattr(controller, "is_own_ray", lambda is_own=is_own: is_own)
         controller.prestart_controller()
-        assert len(asked) == count
+        assert asked == [2] * count
+
+
+@pytest.mark.parametrize("name", ["import_worker", "import_controller", "import_reader"])
+def test_a_new_process_imports_a_module_that_exists(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    imported: list[str] = []
+    monkeypatch.setattr("importlib.import_module", imported.append)
+    getattr(standby, name)()
+    [module] = imported
+    assert find_spec(module) is not None
 
 
 @pytest.mark.parametrize(
@@ -282,7 +294,7 @@ def test_the_first_worker_asks_each_other_node_until_it_agrees_as_nodes_join(
     every = ["own", "a", "b", "c", "d"]
     looks = iter([["own", "a"], ["own", "a"], every, every])
 
-    def request(*, address: str, env_vars: dict[str, str] | None) -> bool:
+    def request(*, address: str, env_vars: dict[str, str] | None = None) -> bool:
         if env_vars is not None:
             of_readers.append(address)
             return env_vars == reader
@@ -295,7 +307,7 @@ def test_the_first_worker_asks_each_other_node_until_it_agrees_as_nodes_join(
             self.start = target
 
     def sleep(seconds: float, slept: list[float] = []) -> None:  # noqa: B006
-        slept.append(seconds)
+        slept += [seconds] if seconds != standby._TURN_S else []
         if len(slept) == 5:
             raise EndOfTest
 
@@ -324,8 +336,12 @@ class EndOfTest(BaseException):
     """Ends an endless thread."""
 
 
-def test_a_controller_asks_once_for_its_own_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("watched", "numbers"), [("1", [3, 2, 2]), ("0", [2, 1, 1])])
+def test_a_controller_asks_once_for_its_own_replacement(
+    watched: str, numbers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[int] = []
+    monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", watched)
     monkeypatch.setattr("raycl.training.controller.stand_by", lambda number, began: asked.append(number))
     trainer = RayTrainer(print, began=7.0, run_id="a run", scaling_config=ScalingConfig(num_workers=1))
     assert trainer.train_run_context.run_id == "a run"
@@ -333,4 +349,4 @@ def test_a_controller_asks_once_for_its_own_replacement(monkeypatch: pytest.Monk
     assert callback.began == 7.0
     for _ in range(3):
         callback.before_init_train_context([])
-    assert asked == [3, 2, 2]
+    assert asked == numbers

@@ -641,7 +641,7 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; by default only ``interval_s`` counts."""
 
     interval_s: Positive | None = None
-    """Seconds between checkpoints, checked once a second; by default 2 to 300: 1% of the time, or more after losses."""
+    """Seconds between checkpoints, checked once a second; by default 2 to 300: 1% of the time, and more often after losses."""
 
     keep: Count = 2
     """Checkpoints to keep, at least 1."""

@@ -1,8 +1,10 @@
 """Decode by Ray Data tasks, or by threads: fragments of a source to tables of decoded rows."""
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any, final
 
 import numpy as np
@@ -170,14 +172,22 @@ def decode_here(
     read: Callable[[Fragment], Iterator[RawRows]],
     decoder: Decoder,
 ) -> Iterator[pa.Table]:
-    """Yield the decoded rows of fragments in order, without Ray; threads may decode all rows ahead."""
+    """Yield the decoded rows of fragments in order, without Ray; threads may decode all rows ahead.
+
+    An interrupt ends them after their current batch.
+    """
+    is_over = threading.Event()
 
     def decode(fragment: Fragment) -> list[pa.Table]:
-        return list(decoder.tables(fragment.name, read(fragment)))
+        batches = takewhile(lambda _: not is_over.is_set(), read(fragment))
+        return list(decoder.tables(fragment.name, batches))
 
     with ThreadPoolExecutor(available_cores()) as pool:
-        for tables in pool.map(decode, fragments):
-            yield from tables
+        try:
+            for tables in pool.map(decode, fragments):
+                yield from tables
+        finally:
+            is_over.set()
 
 
 def decode_table(

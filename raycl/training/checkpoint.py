@@ -80,7 +80,7 @@ class Checkpointer:
         self._preempted: frozenset[int] = frozenset()  # ranks whose nodes will be preempted
         self._at_risk: frozenset[ShardAtRisk] = frozenset()  # shards of the bank whose nodes will be removed
         self.saved_step, self._saved_at = position.step, time.monotonic()
-        self._checked_at = self._saved_at
+        self._began = self._checked_at = self._saved_at
         self._bank_step = position.step or None  # of its current snapshot, which a new run does not have yet
         configured = job.config.checkpoints.interval_s
         self._interval_s = _INTERVALS_S[0] if configured is None else configured
@@ -141,10 +141,10 @@ class Checkpointer:
                 self._report(position, store, metrics, evaluated=evaluated)
         self.saved_step, self._saved_at = position.step, time.monotonic()
         if self._job.config.checkpoints.interval_s is None:
-            lost = self._job.failure
-            between_losses_s = (time.time() - self._job.began) / lost.number if lost else math.inf
+            lost, since_s = self._job.failure, self._saved_at - self._began
+            between_s = (lost.after_s + since_s) / lost.number if lost else math.inf
             self._interval_s = next_interval_s(
-                self._interval_s, cost_s=self._saved_at - began, between_losses_s=between_losses_s
+                self._interval_s, cost_s=self._saved_at - began, between_losses_s=between_s
             )
 
     def check_weights(self, position: Position) -> None:

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, final
 
 import ray
@@ -67,12 +68,17 @@ Outcome = Finished | ResizeRequested | Stopped
 
 
 def prestart_controller() -> None:
-    """Start the processes of the controller and its actor early, on this process's own Ray.
+    """Start the processes of the first run's controller and its actor early, on a Ray that raycl has started.
 
-    A driver with an environment of its own passes that on as well, and they would not match.
+    Later runs find processes that stand by.
     """
-    if is_own_ray() and not ray.get_runtime_context().runtime_env:
-        request_standby(2, env_vars=controller_environment())
+    if is_own_ray():
+        _prestart(ray.get_runtime_context().get_job_id())
+
+
+@cache
+def _prestart(_: str) -> None:
+    request_standby(2, env_vars=controller_environment())
 
 
 def controller_environment() -> dict[str, str]:
@@ -120,7 +126,7 @@ class RayTrainer(DataParallelTrainer):
         **kwargs: Any,
     ) -> None:
         """``began`` is when the run began, in seconds since 1970; ``pools`` are actors whose ``release`` stops encoders.
-        ``is_alone`` is set for a fixed number of workers that nothing else shares this Ray with.
+        ``is_alone``: the number of workers is fixed, and the tasks of Ray Data need not know of them.
 
         Trainers of one ``run_id`` share a request for resources. A controller that was killed leaves its request, which
         would reserve the workers' resources for three more minutes.
@@ -221,8 +227,9 @@ class _DataContextOnly(DatasetsCallback):
             ray.wait(released, num_returns=len(released), timeout=_RELEASE_S)
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
-        # For two actors that Ray Train's controller starts for each group, and once for itself.
-        stand_by(2 if self._has_own else 3, began=self.began)
+        # For the actors that Ray Train's controller starts for each group, and once for itself.
+        has_watcher = os.environ.get(constants.ENABLE_PREEMPTION_WATCHER_ENV_VAR) != "0"
+        stand_by(1 + has_watcher + (not self._has_own), began=self.began)
         self._has_own = True
         return {}
 

@@ -19,7 +19,7 @@ from raycl.data.streaming import StreamingSampler, stream_dataset, stream_source
 from raycl.errors import ConfigError, DataError
 from raycl.models.build import load_tokenizer
 from raycl.models.registry import HUGGING_FACE, TOKENIZER
-from raycl.ray_runtime import object_store_bytes
+from raycl.ray_runtime import is_own_ray, object_store_bytes
 from raycl.records import READ_ROWS
 from raycl.storage import Place
 from raycl.tokenization import Tokenizer, Vocabulary
@@ -28,6 +28,8 @@ from raycl.training.guide import GuideTables, read_guide
 from raycl.training.preflight import check_classes, check_has_labels, id_columns
 from raycl.training.transforms import build_formats
 
+# Decoded rows that the driver of a Ray on this machine reads itself; short rows take time too.
+_HERE_BYTES, _ROW_BYTES = 64 * 2**20, 4_096
 EVALUATION_PART = 20  # rows in the evaluation fragments of a large data set, per evaluated row
 
 
@@ -119,12 +121,13 @@ class DataModule:
 
     def read_rows(self) -> list[DecodedRows]:
         """Read the rows to keep in memory by data set: all, or only a stream's evaluation rows, if any."""
+        here = self._is_read_here()
         if not self.streamed:
-            return [each.read(self._decoder(each)) for each in self.data_sets]
+            return [each.read(self._decoder(each), here=here) for each in self.data_sets]
         if not self.is_evaluated:
             return []
         decoder = self._decoder(self._first, self.holdout.is_evaluated, count=self.holdout.is_test)
-        return [self._first.read(decoder, self._evaluated)]
+        return [self._first.read(decoder, self._evaluated, here=here)]
 
     def counts(self, steps: Sequence[int]) -> dict[str, dict[str, Any]]:
         """Return the steps and the numbers of rows of each of several data sets by name."""
@@ -210,6 +213,13 @@ class DataModule:
             prefix=data_set.prefix,
         )
 
+    def _is_read_here(self) -> bool:
+        """Whether this process decodes the rows, which are few: Ray would start processes for that, for seconds."""
+        data = [(each.source, each.columns, each.num_rows) for each in self.data_sets if each.source]
+        if not is_own_ray() or self.num_rows * _ROW_BYTES > _HERE_BYTES:
+            return False
+        return decoded_bytes(self._config, data) <= _HERE_BYTES
+
     def _hold_out(self) -> Holdout:
         # A stream holds out rows of a few fragments only; with all rows in memory, any row may be held out.
         in_fragments = self._first.source is not None and self.streamed
@@ -232,9 +242,16 @@ def must_stream(
 
     ``data_sets`` are rows with their columns and their number.
     """
+    if config.data.cache != "auto":
+        return config.data.cache == "stream"
+    return decoded_bytes(config, data_sets) > object_store_bytes() / 2
+
+
+def decoded_bytes(
+    config: RunConfig, data_sets: Sequence[tuple[Source | ray.data.Dataset, ColumnNames, int]]
+) -> float:
+    """Return the size of all rows after they are decoded, at most; ``data_sets`` as for :func:`must_stream`."""
     data, text = config.data, config.text
-    if data.cache != "auto":
-        return data.cache == "stream"
     image = data.channels * data.resolved_decode_size**2 if data.kind in ("image", "image_text") else 0
     # Texts have at most their maximum length.
     of_document = text.max_document_length or text.max_length
@@ -244,7 +261,7 @@ def must_stream(
         counts = texts_per_row(rows, columns) if num_rows else {}
         num_tokens = sum(count * length.get(role, text.max_length) for role, count in counts.items())
         num_bytes += num_rows * (image + 4 * num_tokens)
-    return num_bytes > object_store_bytes() / 2
+    return num_bytes
 
 
 def _check_columns(data_sets: Sequence[DataSet]) -> None:

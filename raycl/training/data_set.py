@@ -16,18 +16,14 @@ from raycl.data.columns import ColumnNames, is_list
 from raycl.data.decode import Decoder, classes_of, columns_of, decode_dataset, decode_here, decode_source
 from raycl.data.fingerprint import fingerprint, fingerprint_of_blocks
 from raycl.data.ids import content_id
-from raycl.data.images import ImageFormat
 from raycl.data.read_stats import ReadStats
 from raycl.data.sources import Fragment, Source, plain_values
 from raycl.data.weights import check_weight_columns
 from raycl.errors import DataError
-from raycl.ray_runtime import fetch_tables, is_own_ray, unwrap_ray_errors
+from raycl.ray_runtime import fetch_tables, unwrap_ray_errors
 from raycl.tokenization import InvalidTextError, Tokenizer, Vocabulary, read_text
 from raycl.training.coordinator import rows_in
 from raycl.training.preflight import check_pairs, column_names
-
-# Decoded rows that this process reads while Ray would start processes for them; short rows take time too.
-_HERE_BYTES, _ROW_BYTES = 64 * 2**20, 4_096
 
 ROLES = ("text", "caption", "query", "document", "negatives")
 
@@ -123,14 +119,15 @@ class DataSet:
         rows = self.stats()
         return {"rows": self.num_read, "invalid_rows": dict(rows.invalid), "skipped": dict(rows.skipped)}
 
-    def read(self, decoder: Decoder, fragments: tuple[Fragment, ...] | None = None) -> DecodedRows:
-        """Read and decode the rows of all fragments, or of these; few of them in this process, on its own Ray."""
+    def read(
+        self, decoder: Decoder, fragments: tuple[Fragment, ...] | None = None, *, here: bool = False
+    ) -> DecodedRows:
+        """Read and decode the rows of all fragments, or of these, by tasks; those of a source in this process if ``here``."""
         if self.source is None:
             decoded = decode_dataset(self.dataset, self.columns, decoder, classes=self.classes)
             return DecodedRows(decoded.materialize())
         fragments = self.source.fragments if fragments is None else fragments
-        num_rows = sum(each.num_rows for each in fragments)
-        if is_own_ray() and num_rows * max(_ROW_BYTES, _image_bytes(decoder)) <= _HERE_BYTES:
+        if here:
             read = partial(self.source.read, keep=decoder.keep)
             return DecodedRows(list(decode_here(fragments, read, decoder)))
         return DecodedRows(decode_source(self.source, decoder, fragments).materialize())
@@ -153,10 +150,6 @@ class DataSet:
         self.columns = grouped_columns(self.columns)
         if self.dataset.count() == 0:
             raise DataError("no query has a document with label 1; training needs positive pairs")
-
-
-def _image_bytes(decoder: Decoder) -> int:
-    return sum(each.num_bytes for each in decoder.formats.values() if isinstance(each, ImageFormat))
 
 
 def texts_per_row(data: Source | ray.data.Dataset, columns: ColumnNames) -> dict[str, float]:

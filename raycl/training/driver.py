@@ -131,9 +131,13 @@ def _failure(job: Job, text: str, *, started: float) -> Failure:
             return replace(earlier, text=f"{earlier.text}; {text}")
         # The group made a step, and a restarted coordinator does not know of it.
         seen = time.time()
-    number = 1 if earlier is None else earlier.number + 1
     return Failure(
-        text=text, step=last.get("step", 0), seconds=last.get("seconds", 0.0), time=seen, number=number
+        text=text,
+        step=last.get("step", 0),
+        seconds=last.get("seconds", 0.0),
+        time=seen,
+        number=1 if earlier is None else earlier.number + 1,
+        after_s=max(0.0, time.time() - started),
     )
 
 

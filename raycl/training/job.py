@@ -37,7 +37,7 @@ class Failure:
     """The loss of a group of workers: the last step it reported, with its training time and when it did.
 
     ``seconds`` counts as :attr:`Position.seconds` does; ``time`` is in seconds since 1970. ``number`` counts the losses
-    that this driver has seen.
+    that this driver has seen, the last one ``after_s`` seconds after its start.
     """
 
     text: str
@@ -45,6 +45,7 @@ class Failure:
     seconds: float
     time: float
     number: int = 1
+    after_s: float = 0.0
 
 
 _MIN_ROWS_CHECKED = 1_000  # rows of a stream before its invalid fraction is checked

@@ -90,8 +90,11 @@ def stand_by_elsewhere(
                 shuffled = random.Random().sample(list(nodes), len(nodes))
                 new = coordinator.nodes_without_standby.remote(shuffled, most=2 * workers)
                 for node in ray.get(new, timeout=_TIMEOUT_S):
-                    asked = [request_standby(address=nodes[node], env_vars=each) for each in (None, *actors)]
-                    if all(asked):
+                    has_agreed = request_standby(address=nodes[node])
+                    for env_vars in actors:
+                        time.sleep(_TURN_S)
+                        has_agreed &= request_standby(address=nodes[node], env_vars=env_vars)
+                    if has_agreed:
                         coordinator.add_standby_node.remote(node)
             time.sleep(_LOOK_S)
 

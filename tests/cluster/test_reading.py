@@ -29,7 +29,6 @@ from raycl.data.images import ImageFormat
 from raycl.data.in_memory import InMemoryDataset, pixels_of, tokens_of, weights_of
 from raycl.data.read_stats import ReadStats
 from raycl.data.sampler import BatchShard
-from raycl.data.split import Holdout
 from raycl.data.streaming import StreamingSampler, stream_source
 from raycl.data.texts import TextFormat
 from raycl.errors import ConfigError, DataError, StorageError
@@ -110,19 +109,20 @@ def test_images_of_every_mode_are_read_and_invalid_ones_counted_by_cause(mixed: 
 def test_few_rows_are_decoded_in_this_process_as_by_tasks(
     mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("raycl.data.discovery.ROWS_PER_FRAGMENT", 64)
+    monkeypatch.setattr("raycl.training.data_module.is_own_ray", lambda: True)
+
     def read_set(uri: Path, size: int) -> tuple[DecodedRows, ReadStats]:
-        monkeypatch.setattr("raycl.training.data_set._HERE_BYTES", size)
+        monkeypatch.setattr("raycl.training.data_module._HERE_BYTES", size)
         config = raycl.override(raycl.recipe("simclr", image_size=16), {"data.max_invalid_fraction": 1.0})
-        holdout = Holdout(seed=0, test=0.2)
         with start_coordinator() as coordinator:
-            data_set = DataSet(config, coordinator, find_source(str(uri)))
-            decoder = Decoder(
-                formats=FORMATS, coordinator=coordinator, holdout=holdout, keep=holdout.is_evaluated
-            )
-            return data_set.read(decoder), data_set.stats()
+            data = DataModule(config, coordinator, [find_source(str(uri))])
+            [decoded] = data.read_rows()
+            return decoded, data.data_sets[0].stats()
 
     for uri in (mixed, write_digits(tmp_path / "digits.parquet", 300)):
-        (here, counted), (tasks, counted_by_tasks) = read_set(uri, 4_096 * 300), read_set(uri, 0)
+        # The rows need a row's least size each.
+        (here, counted), (tasks, counted_by_tasks) = read_set(uri, 4_096 * 300), read_set(uri, 4_096 * 9)
         assert isinstance(here.rows, list) and not isinstance(tasks.rows, list)
         assert counted == counted_by_tasks
         assert here.fingerprint() == tasks.fingerprint()

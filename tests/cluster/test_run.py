@@ -143,8 +143,11 @@ def test_a_run_writes_all_documented_files(finished: Finished) -> None:
 
 
 def test_a_run_starts_no_unneeded_ray_actors(finished: Finished) -> None:
-    needed = {"TrainController", "RayTrainWorker", "SynchronizationActor", "RunCoordinator"}
-    assert finished.seen.started == needed  # without those of Ray Data
+    assert {"TrainController", "RayTrainWorker", "RunCoordinator"} <= finished.seen.started
+    assert finished.seen.started <= {
+        *("TrainController", "RayTrainWorker", "SynchronizationActor", "RunCoordinator"),
+        *("_StatsActor", "_AutoscalingCoordinatorActor"),  # started by Ray Data, if this is the first run
+    }
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="libraries are looked up in /proc")

@@ -350,8 +350,13 @@ def test_a_process_with_imported_modules_stands_ready_for_a_lost_one() -> None:
     assert ray.get(actor.remote().pid.remote()) == ready
 
 
-def test_the_controller_and_its_actor_get_processes_that_the_driver_asked_for_early() -> None:
+def test_the_controller_and_its_actor_get_processes_that_the_driver_asked_for_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     before = set(idle_processes())
+    prestart_controller()  # not on a Ray that raycl has not started
+    monkeypatch.setattr("raycl.training.controller.is_own_ray", lambda: True)
+    prestart_controller()
     prestart_controller()
     wait_until(lambda: len(set(idle_processes()) - before) == 2)
     ready = set(idle_processes()) - before
