@@ -44,17 +44,17 @@ def importing(function: str) -> dict[str, str]:
 
 def import_worker() -> None:
     """Import the modules of a training worker."""
-    _import("raycl.training.loop")
+    _import("training.loop")
 
 
 def import_controller() -> None:
     """Import the modules of Ray Train's controller."""
-    _import("raycl.training.controller")
+    _import("training.controller")
 
 
 def import_reader() -> None:
     """Import the modules of the actor that reads a stream, and of its tasks."""
-    _import("raycl.data.streaming")
+    _import("data.streaming")
 
 
 def stand_by(
@@ -158,8 +158,8 @@ def _delay(began: float) -> float:
 
 
 def _import(module: str) -> None:
-    """Import a module before this process gets an actor, without garbage collection, which takes a sixth of the time."""
+    """Import a module of raycl before this process gets an actor, without garbage collection, which takes a sixth of the time."""
     gc.disable()
     with contextlib.suppress(Exception):  # an actor that needs the modules reports the error
-        importlib.import_module(module)
+        importlib.import_module(f"raycl.{module}")
     gc.enable()
