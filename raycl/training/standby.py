@@ -158,7 +158,7 @@ def _delay(began: float) -> float:
 
 
 def _import(module: str) -> None:
-    """Import a module of raycl before this process gets an actor, without garbage collection, which takes a sixth of the time."""
+    """Import a module of raycl, before this process gets an actor; garbage collection would take a sixth of the time."""
     gc.disable()
     with contextlib.suppress(Exception):  # an actor that needs the modules reports the error
         importlib.import_module(f"raycl.{module}")
