@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _PREEMPTION_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"  # importing Ray Train's constant takes seconds
 # Of a Ray that this process starts. Ray Train's controller would start an actor that watches the only node. Ray's
-# processes connect to its object store before that listens in half of all starts, and would try again after a second.
+# processes often connect to its object store before that listens, and would try again after a second.
 _OF_OWN_RAY = {
     _PREEMPTION_WATCHER: "0",
     "RAY_raylet_client_connect_timeout_milliseconds": "50",

@@ -193,6 +193,12 @@ def test_a_group_of_workers_gets_the_pools_to_release_and_the_request_of_the_one
     assert [call.args for call in of_keys.limit.remote.call_args_list] == [(4,), (3,), (4,)]
     assert of_documents.limit.remote.call_count == 3
     assert run_ids[0] == run_ids[1] != run_ids[2]
+    # Only on a Ray that raycl started, and whose CPUs no data tasks need, workers request none.
+    assert arguments["requests_resources"]
+    monkeypatch.setattr(driver, "is_own_ray", lambda: True)
+    for changed, requests in (({}, False), ({"stream": MagicMock()}, True), ({"workers": (1, 2)}, True)):
+        driver._train_group(replace(job, **changed), print)
+        assert arguments["requests_resources"] is requests
 
     def fit() -> Any:
         """Lose a node, as if Ray Train replaced its workers, until the pool keeps within the nodes that are left."""

@@ -7,10 +7,12 @@ from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from ray.train import ScalingConfig
+from ray.train.v2._internal.execution.scaling_policy.fixed import FixedScalingPolicy
 
 from raycl.config.overrides import override
 from raycl.errors import ConfigError
@@ -334,6 +336,28 @@ def test_the_first_worker_asks_each_other_node_until_it_agrees_as_nodes_join(
 
 class EndOfTest(BaseException):
     """Ends an endless thread."""
+
+
+@pytest.mark.parametrize("requests", [True, False])
+def test_a_trainer_without_requests_starts_no_actor_that_collects_them(
+    requests: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+    called = SimpleNamespace(run=MagicMock(), get_result=MagicMock())
+    actor = SimpleNamespace(remote=lambda **arguments: given.update(arguments) or called)
+    monkeypatch.setattr(controller, "helper_actor", lambda *_, **__: actor)
+    monkeypatch.setattr(controller, "controller_environment", dict)
+    monkeypatch.setattr(controller.ray, "get", lambda _: None)
+    scaling = ScalingConfig(num_workers=2)
+    trainer = RayTrainer(print, began=0.0, scaling_config=scaling, requests_resources=requests)
+    trainer._initialize_and_run_controller(scaling_policy=FixedScalingPolicy(scaling))
+    policy, client = given["scaling_policy"], MagicMock()
+    monkeypatch.setattr(
+        f"{FixedScalingPolicy.__mro__[1].__module__}.TrainAutoscalingCoordinatorClient", client
+    )
+    policy.after_controller_start(MagicMock())
+    assert policy.make_decision_for_non_running_worker_group().num_workers == 2
+    assert bool(client.mock_calls) is requests
 
 
 @pytest.mark.parametrize(("watched", "numbers"), [("1", [3, 2, 2]), ("0", [2, 1, 1])])

@@ -202,6 +202,25 @@ def test_a_local_ray_starts_without_a_preemption_watcher(
     assert os.environ.get(ENABLE_PREEMPTION_WATCHER_ENV_VAR) == given
 
 
+def test_a_ray_is_raycls_own_only_if_this_process_started_it_last(
+    monkeypatch: pytest.MonkeyPatch, fake_init: Any
+) -> None:
+    def start() -> SimpleNamespace:
+        monkeypatch.setattr(ray_runtime.worker, "_global_node", SimpleNamespace())
+        return JOINED
+
+    assert not ray_runtime.is_own_ray()
+    fake_init(start)
+    monkeypatch.setattr(ray_runtime, "_own_node", None)
+    init_ray("local")
+    monkeypatch.setattr(ray_runtime.ray, "is_initialized", lambda: True)
+    assert ray_runtime.is_own_ray()
+    start()  # as a user does
+    assert not ray_runtime.is_own_ray()
+    init_ray("10.0.0.1:6379")
+    assert not ray_runtime.is_own_ray()
+
+
 def test_the_processes_of_a_local_ray_look_for_each_other_often(
     monkeypatch: pytest.MonkeyPatch, fake_init: Any
 ) -> None:

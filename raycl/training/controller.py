@@ -76,7 +76,7 @@ def prestart_controller() -> None:
         _prestart(ray.get_runtime_context().get_job_id())
 
 
-@cache
+@cache  # once for each job
 def _prestart(_: str) -> None:
     request_standby(2, env_vars=controller_environment())
 
@@ -121,12 +121,13 @@ class RayTrainer(DataParallelTrainer):
         began: float,
         scaling_config: ScalingConfig,
         pools: Sequence[Any] = (),
-        is_alone: bool = False,
+        requests_resources: bool = True,
         run_id: str | None = None,
         **kwargs: Any,
     ) -> None:
         """``began`` is when the run began, in seconds since 1970; ``pools`` are actors whose ``release`` stops encoders.
-        ``is_alone``: the number of workers is fixed, and the tasks of Ray Data need not know of them.
+        Without ``requests_resources``, which needs a fixed number of workers, neither an autoscaler nor the tasks of Ray
+        Data learn of them.
 
         Trainers of one ``run_id`` share a request for resources. A controller that was killed leaves its request, which
         would reserve the workers' resources for three more minutes.
@@ -135,11 +136,12 @@ class RayTrainer(DataParallelTrainer):
         super().__init__(*args, scaling_config=scaling_config, backend_config=group, **kwargs)
         if run_id is not None:
             object.__setattr__(self.train_run_context, "run_id", run_id)  # frozen, and no argument of Ray's
-        self._began, self._pools, self._is_alone = began, tuple(pools), is_alone
+        self._began, self._pools = began, tuple(pools)
+        self._requests_resources = requests_resources
 
     def _initialize_and_run_controller(self, **controller_init_kwargs: Any) -> Any:
         """Run the controller on the driver's node, with an environment of its own."""
-        if self._is_alone:
+        if not self._requests_resources:
             controller_init_kwargs["scaling_policy"] = _Unrequested(self.scaling_config)
         actor = helper_actor(TrainController, runtime_env={"env_vars": controller_environment()})
         controller = actor.remote(**controller_init_kwargs)

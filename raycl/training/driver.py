@@ -162,7 +162,7 @@ def _train_group(job: Job, report: Printer) -> Outcome:
         run_worker,
         began=job.began,
         pools=job.pools,
-        is_alone=is_own_ray() and not is_streamed and min_workers == max_workers and not config.autoscaling,
+        requests_resources=is_streamed or min_workers < max_workers or config.autoscaling or not is_own_ray(),
         run_id=uuid.uuid5(uuid.NAMESPACE_URL, job.output.uri).hex,
         # By reference: the controller would import all modules of the workers.
         train_loop_config={"job": ray.put(job)},

@@ -40,7 +40,6 @@ from raycl.training.views import Views
 def run_worker(settings: dict[str, ray.ObjectRef]) -> Outcome | None:
     """Train on this worker; return the outcome of the group, which the first worker reports."""
     gc.freeze()  # the modules, which stay
-    gc.enable()
     job: Job = ray.get(settings["job"])
     prepare_process(max(1, available_cores() // ray.train.get_context().get_local_world_size()))
     _keep_standbys(job)
