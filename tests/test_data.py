@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -821,15 +821,17 @@ def test_the_file_of_a_fragment_is_named_once_and_not_for_each_row(
 
 @pytest.mark.timeout(30)
 def test_an_interrupted_reader_waits_for_no_more_than_a_batch() -> None:
-    decoder: Any = SimpleNamespace(tables=lambda _, batches: batches)
+    began, decoder = threading.Event(), cast("Any", SimpleNamespace(tables=lambda _, batches: batches))
 
     def read(fragment: Any) -> Iterator[Any]:
         if fragment.name == "endless":
+            began.set()
             yield from iter(int, 1)
         yield fragment.name
 
     fragments: Any = [SimpleNamespace(name="short"), SimpleNamespace(name="endless")]
     tables: Any = decode_here(fragments, read, decoder)
     assert next(tables) == "short"
+    assert began.wait(10)
     with pytest.raises(KeyboardInterrupt):
         tables.throw(KeyboardInterrupt)
