@@ -28,6 +28,7 @@ def figure(
     test: Annotated[str | None, typer.Option(help="Labeled images to evaluate on.")] = None,
     output: Annotated[str | None, typer.Option(help="Folder of runs and figures; local or s3://.")] = None,
     seeds: Annotated[int, typer.Option(help="Runs of each setting.")] = 3,
+    first_seed: Annotated[int, typer.Option(help="Seed of the first run; the others follow.")] = 0,
     scale: Annotated[str, typer.Option(help="cpu: cut for two cores; gpu: all images, ResNet-18.")] = "cpu",
     workers: Annotated[
         int | None, typer.Option(help="Training processes, unless the figure sets them.")
@@ -55,6 +56,7 @@ def figure(
         test=test,
         scale=find_scale(scale),
         num_seeds=seeds,
+        first_seed=first_seed,
         workers=workers,
         settings=({"gpu": True} if gpu else {}) | dict(map(parse_setting, settings or [])),
     )

@@ -101,6 +101,13 @@ def test_every_setting_is_a_run_in_its_own_folder_that_fits_the_images(figure: C
         assert config.negatives.store != "memory_bank" or config.negatives.num_negatives <= num_train
 
 
+def test_fresh_seeds_follow_the_first_one_and_the_command_repeats_it() -> None:
+    runs = plan_runs(FIGURES["momentum"], "cpu", Place("out"), num_seeds=2, first_seed=3, overrides={})
+    assert {run.config.seed for run in runs} == {3, 4}
+    request = ReproduceRequest(figure="momentum", output="out", num_seeds=2, first_seed=3)
+    assert request.command().endswith("--seeds 2 --first-seed 3")
+
+
 def test_the_settings_of_a_figure_train_on_equally_many_images() -> None:
     """Except in the figures of steps, where the batch size is constant, and of views, where the pixels are."""
     for scale in SCALES:
@@ -265,13 +272,17 @@ def test_momentum_zero_is_worst_if_below_all_others_and_slow_is_better_if_both_s
         f"momentum-{name}": near(value)
         for name, value in (("0", 0.2), ("0.9", 0.3), ("0.99", 0.4), ("0.999", 0.35))
     }
-    assert verdicts("momentum", good) == [True, True]
-    assert verdicts("momentum", good | {"momentum-0": near(0.36)}) == [False, True]
-    assert verdicts("momentum", good | {"momentum-0.9": near(0.4)}) == [True, False]
+    good["momentum-0"]["loss"] = [8.3] * 3
+    assert verdicts("momentum", good) == [True, True, True]
+    fair = {**near(0.32), "loss": [8.3] * 3}
+    assert verdicts("momentum", good | {"momentum-0": fair}) == [False, True, True]
+    assert verdicts("momentum", good | {"momentum-0": {**fair, **near(0.36)}}) == [False, True, False]
+    assert verdicts("momentum", good | {"momentum-0": {**near(0.2), "loss": [8.3, 8.3, 8.2]}})[2] is False
+    assert verdicts("momentum", good | {"momentum-0.9": near(0.4)}) == [True, False, True]
     one_is_better = good | {"momentum-0.999": near(0.25)}
-    assert verdicts("momentum", one_is_better) == [True, False]
-    assert verdicts("momentum", good | {"momentum-0.9": knn(0.3, 0.3)}) == [None, None]
-    assert verdicts("momentum", {}) == [None, None]
+    assert verdicts("momentum", one_is_better) == [True, False, True]
+    assert verdicts("momentum", good | {"momentum-0.9": knn(0.3, 0.3)}) == [None, None, True]
+    assert verdicts("momentum", {}) == [None, None, None]
     claim = claims_of("momentum", good)[0]
     assert "fail" not in claim.text  # the worst run may still be a good one
 
@@ -387,15 +398,27 @@ def loss_curve(setting: str, seed: int, early: float, late: float) -> MetricCurv
 
 
 def losses(
-    chunks: float, workers: float, by_chunk: float = 0.02, *, late: float = 0.0, num_seeds: int = 3
+    chunks: float,
+    workers: float,
+    by_chunk: float = 0.02,
+    *,
+    late: float = 0.0,
+    num_seeds: int = 3,
+    norm: str = "",
 ) -> dict[str, list[MetricCurve]]:
-    """Return curves with these relative errors in the first steps; later the chunks have ``late``."""
+    """Return curves with these relative errors in the first steps; later the chunks have ``late``.
+
+    With ``norm`` -layer, only the settings with layer norm have them, and the whole batches of both norms differ.
+    """
     off = {
-        "whole": (0.0, 0.0),
-        "chunks": (chunks, late),
-        "workers": (workers, 0.0),
+        f"whole{norm}": (0.0, 0.0),
+        f"chunks{norm}": (chunks, late),
+        f"workers{norm}": (workers, 0.0),
         "by-chunk": (by_chunk, 0.0),
     }
+    if norm:
+        off = {"whole": (0.0, 0.0), **{name: (early + 0.1, late) for name, (early, late) in off.items()}}
+        off["by-chunk"] = (by_chunk, 0.0)
     return {
         "loss": [
             loss_curve(name, seed, 1.0 + early, 1.0 + later)
@@ -405,23 +428,29 @@ def losses(
     }
 
 
-def test_chunks_may_differ_only_by_rounding_and_in_the_first_steps() -> None:
-    assert verdicts("accumulation", {}, losses(5e-5, 1e-5)) == [True]
-    assert verdicts("accumulation", {}, losses(5e-4, 1e-5)) == [False]
-    assert verdicts("accumulation", {}, losses(-5e-4, 1e-5)) == [False]
-    assert verdicts("accumulation", {}, losses(5e-5, 1e-5, late=0.3)) == [True]
-    assert verdicts("accumulation", {}, losses(5e-6, 0.0)) == [True]
-    assert verdicts("accumulation", {}, losses(5e-5, 1e-5, num_seeds=2)) == [None]
-    assert verdicts("accumulation", {}, {}) == [None]
+@pytest.mark.parametrize("norm", ["", "-layer"])
+def test_chunks_may_differ_only_by_rounding_and_in_the_first_steps(norm: str) -> None:
+    def held(*off: float, **changes: Any) -> list[bool | None]:
+        return verdicts("accumulation", {}, losses(*off, norm=norm, **changes))
+
+    at = 0 if norm else 1
+    assert held(5e-5, 1e-5)[at] is True
+    assert held(5e-4, 1e-5)[at] is False
+    assert held(-5e-4, 1e-5)[at] is False
+    assert held(5e-5, 1e-5, late=0.3)[at] is True
+    assert held(5e-6, 0.0)[at] is True
+    assert held(5e-5, 1e-5, num_seeds=2)[at] is None
+    assert held(5e-5, 1e-5)[1 - at] is None  # the other norm has no runs
+    assert verdicts("accumulation", {}, {}) == [None, None]
 
 
 def test_chunks_are_not_compared_if_the_workers_differ_too_much() -> None:
-    assert verdicts("accumulation", {}, losses(0.05, 0.05, by_chunk=0.5)) == [False]
-    assert verdicts("accumulation", {}, losses(9e-4, 0.05)) == [True]
+    assert verdicts("accumulation", {}, losses(0.05, 0.05, by_chunk=0.5))[1] is False
+    assert verdicts("accumulation", {}, losses(9e-4, 0.05))[1] is True
     # BatchNorm per chunk is a different run: the claim must detect it.
-    assert verdicts("accumulation", {}, losses(5e-5, 1e-5, by_chunk=5e-5)) == [None]
+    assert verdicts("accumulation", {}, losses(5e-5, 1e-5, by_chunk=5e-5))[1] is None
     without = {"loss": [curve for curve in losses(5e-5, 1e-5)["loss"] if curve.setting != "by-chunk"]}
-    assert verdicts("accumulation", {}, without) == [None]
+    assert verdicts("accumulation", {}, without) == [None, None]
 
 
 def test_a_sentence_states_its_evidence_and_the_seeds_it_needs() -> None:
@@ -441,6 +470,7 @@ ALIKE = {
     "batchnorm_leakage": (0.2, 0.02),
     "embedding_std": (0.5, 0.05),
     "steps": (100.0, 0.0),
+    "loss": (8.318, 0.01),
 }
 NON_INFERIOR_AT = {"negatives": 2, "stages": 1, "global": 0}  # the position of the claim in the figure
 
@@ -499,7 +529,7 @@ def rate_of_chunks(chunks: float, by_chunk: float, *, noise: float) -> float:
             off = (1e-5 * np.array([chunks, 1.0, by_chunk]) * np.exp(rng.normal(0.0, noise, 3))).tolist()
             curves += [dataclasses.replace(each, seed=seed) for each in losses(*off, num_seeds=1)["loss"]]
         trials.append(verdicts("accumulation", {}, {"loss": curves}))
-    return held_rates(trials)[0]
+    return held_rates(trials)[1]
 
 
 def test_chunks_rarely_pass_if_they_differ_more_or_the_claim_is_undecided() -> None:

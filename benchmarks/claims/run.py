@@ -30,6 +30,7 @@ class ReproduceRequest:
     test: str | None = None
     scale: ScaleName = "cpu"
     num_seeds: int = 3
+    first_seed: int = 0
     workers: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -41,6 +42,7 @@ class ReproduceRequest:
             "output": self.output,
             "scale": self.scale,
             "seeds": self.num_seeds,
+            "first-seed": self.first_seed or None,
             "workers": self.workers,
         }
         words = [f"--{name} {shlex.quote(str(value))}" for name, value in flags.items() if value is not None]
@@ -69,6 +71,7 @@ def reproduce(
         request.scale,
         output,
         num_seeds=request.num_seeds,
+        first_seed=request.first_seed,
         workers=request.workers,
         overrides=request.settings,
     )

@@ -52,6 +52,7 @@ def plan_runs(
     output: Place,
     *,
     num_seeds: int,
+    first_seed: int = 0,
     workers: int | None = None,
     overrides: Mapping[str, Any],
 ) -> list[PlannedRun]:
@@ -68,7 +69,7 @@ def plan_runs(
             config=figure.config(setting, scale, seed=seed, workers=workers, overrides=overrides),
             place=output / RUNS / f"{figure.name}-{setting.name}-seed{seed}",
         )
-        for seed in range(num_seeds)
+        for seed in range(first_seed, first_seed + num_seeds)
         for setting in figure.settings[scale]
     ]
     seen: dict[str, PlannedRun] = {}
