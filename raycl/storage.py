@@ -34,6 +34,7 @@ CONNECT_TIMEOUT_S = 10.0
 REQUEST_TIMEOUT_S = 30.0  # without a byte; pyarrow's default of 3 s is too short for a server under load
 Result = TypeVar("Result")
 _SECRET = re.compile(r"://[^/@]*:.*@")  # a secret may have any characters, also "/" and "@"
+_ONE_SLASH = re.compile(r"[A-Za-z][\w+.-]+:/(?!/)")  # as pathlib writes addresses
 _BUCKET = re.compile(r"s3://([^/?@]*@)?[^/?@]")
 _PICKLED = "ray.data.arrow_pickled_object"
 _DENIED = re.compile(r"AWS Error ACCESS_DENIED|HTTP status 403")
@@ -382,13 +383,19 @@ def _check_no_secret(uri: str) -> None:
 def absolute(uri: str | os.PathLike[str]) -> str:
     """Make a local path absolute: Ray's processes run in other folders.
 
-    Raises ``StorageError`` for an empty address, such as an unset variable of a shell, and ``ConfigError`` for one with
-    credentials.
+    Raises ``StorageError`` for an empty address, such as an unset variable of a shell, or one with a single slash after
+    its scheme, and ``ConfigError`` for one with credentials.
     """
     text = os.fspath(uri)
     if not text:
         raise StorageError("an address is empty; give a file or a folder, such as . for the working folder")
     _check_no_secret(text)
+    if _ONE_SLASH.match(text):
+        scheme, rest = text.split(":/", 1)
+        raise StorageError(
+            f"cannot use the address {text!r}: it has one slash after {scheme}:, as in a pathlib.Path; give text like "
+            f"'{scheme}://{rest}'"
+        )
     # Unlike Path.expanduser, this leaves the name of an unknown user as it is.
     return text if "://" in text else str(Path(os.path.expanduser(text)).absolute())
 

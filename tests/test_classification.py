@@ -247,6 +247,8 @@ def test_rows_with_labels_are_not_copied() -> None:
     assert classification._labeled(values, torch.tensor([2, 0, 1])).values is values
     assert classification._labeled(values, torch.tensor([2, -1, 1])).values.shape == (2, 2)
     with pytest.raises(DataError, match="no row of the set has a label"):
+        classification._labeled(values, torch.tensor([-1, -1, -1]))
+    with pytest.raises(DataError, match="no row of the set could be read"):
         classification._labeled(values[:0], torch.tensor([]))
 
 

@@ -370,6 +370,13 @@ def write_own(output: Path) -> str:
     return run
 
 
+def classifying_vit() -> nn.Module:
+    """Return a custom network of torchvision's class: its last layer is not the one that whitens."""
+    return torchvision.models.VisionTransformer(
+        image_size=32, patch_size=16, num_layers=1, num_heads=1, hidden_dim=8, mlp_dim=8, num_classes=5
+    )
+
+
 HEAD = HeadSpec(num_layers=2, dim=7)
 DEEP = HeadSpec(num_layers=2, dim=7, batchnorm=False)
 IMAGES = partial(write_images_run, name="resnet18", stem="standard")
@@ -387,6 +394,11 @@ REFUSED: dict[str, tuple[Callable[[Path], str], dict[str, Any], str]] = {
         partial(write_texts_run, name=f"{__name__}:of_ones"),
         {},
         "of_ones is a network of your own, which sentence-transformers does not know",
+    ),
+    "a function of torchvision's class": (
+        partial(write_images_run, name=f"{__name__}:classifying_vit", representation_dim=5),
+        {"to": "torchvision"},
+        "classifying_vit is your own; load it with raycl.load_encoder",
     ),
     "damped tokens": (
         partial(write_texts_run, arguments={"dim": 24, "sublinear_tf": True}),

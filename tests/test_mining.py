@@ -16,6 +16,7 @@ import torch
 
 from raycl.data.columns import ColumnNames
 from raycl.data.ids import entity_id
+from raycl.data.matches import SPARE
 from raycl.errors import ConfigError, DataError
 from raycl.evaluation.retrieval import evaluate_retrieval
 from raycl.evaluation.search import search
@@ -89,6 +90,14 @@ def test_explicit_negatives_near_the_query_are_kept_and_not_counted_as_too_near(
     )
     assert table["negatives"].to_pylist() == [["bad", "worse"]]
     assert (mined.num_negatives, mined.num_too_near) == (0, 0)
+
+
+def test_as_many_candidates_as_explicit_negatives_remain_if_these_are_the_nearest() -> None:
+    by_role = {"query": ["q", "r"], "document": ["a", "b"], "negatives": [list("123"), []]}
+    assert _Pairs(Values(by_role=by_role, label=np.full(2, -1))).known.spare == SPARE
+    by_role["negatives"] = [[f"{n}" for n in range(60)], []]
+    pairs = _Pairs(Values(by_role=by_role, label=np.full(2, -1)))
+    assert pairs.known.spare == 120
 
 
 def test_the_pairs_of_a_query_with_many_negatives_share_them() -> None:

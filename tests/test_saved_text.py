@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raycl.errors import DataError, StorageError
+from raycl.errors import ConfigError, DataError, StorageError
 from raycl.inference.encoder import load_encoder
 from raycl.models.encoder_io import HEAD_WEIGHTS, KEY, SPEC, TOKENIZER, WEIGHTS, TextEncoder
 from raycl.models.towers import Tower
@@ -116,6 +116,16 @@ def test_a_single_text_instead_of_a_list_is_refused(tmp_path: Path) -> None:
     save(small_config(), tmp_path)
     with pytest.raises(DataError, match="encode takes a list of texts, came str; put it into a list"):
         load_texts(tmp_path).encode("sound")
+    with pytest.raises(DataError, match="encode takes a list of texts, came dict"):
+        load_texts(tmp_path).encode({"sound": 1})
+    with pytest.raises(ConfigError, match="batch_size must be a whole number, came 2.5"):
+        load_texts(tmp_path).encode(["sound"], batch_size=2.5)
+
+
+def test_texts_of_a_generator_are_encoded_as_a_list(tmp_path: Path) -> None:
+    save(small_config(), tmp_path)
+    encoder = load_texts(tmp_path)
+    assert torch.equal(encoder.encode(text for text in TEXTS), encoder.encode(TEXTS))
 
 
 def test_a_tokenizer_that_does_not_match_is_refused(tmp_path: Path) -> None:

@@ -186,6 +186,15 @@ def test_an_unknown_scheme_is_refused() -> None:
         Place("ftp://x/y").exists()
 
 
+def test_an_address_that_pathlib_has_shortened_is_refused() -> None:
+    for use in (absolute, lambda address: Place(os.fspath(address)).exists()):
+        with pytest.raises(
+            StorageError, match="'s3:/bucket/x': it has one slash .*; give text like 's3://bucket/x'"
+        ):
+            use(Path("s3://bucket/x"))
+    assert absolute("a:b/c").endswith("/a:b/c")
+
+
 def test_a_resumed_run_drops_the_metrics_after_its_checkpoint(tmp_path: Path) -> None:
     output = Place(str(tmp_path))
     log = MetricsLog(output)

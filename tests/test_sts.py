@@ -66,7 +66,7 @@ def test_all_pairs_of_a_data_set_are_scored_at_once() -> None:
         ({"score": np.ones(3)}, "the 3 scores of sickr do not differ"),
         ({"similarity": np.array([0.1, np.nan, 0.2])}, "similarities of sickr are not all finite"),
         ({"score": np.array([0.1, np.inf, 0.2])}, "scores of sickr are not all finite"),
-        ({"dataset": ["sickr", "stsb", "sickr"]}, "the 1 similarities of stsb do not differ"),
+        ({"dataset": ["sickr", "stsb", "sickr"]}, "stsb has fewer than two pairs"),
     ],
 )
 def test_invalid_pairs_are_named(arguments: dict[str, Any], words: str) -> None:
@@ -161,6 +161,22 @@ def test_names_of_data_sets_may_be_numbers_in_one_file_and_texts_in_another(tmp_
         pq.write_table(pa.table({**pairs, "dataset": dataset}), tmp_path / "test" / f"{name}.parquet")
     found = evaluate_sts(run=str(tmp_path / "run"), test=str(tmp_path / "test"), quiet=True)
     assert list(found["spearman"]) == [12, "news"]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "names"), [([float("nan")] * 3, ["nan"]), ([["a"]] * 3, ["['a']"]), ([None] * 3, [None])]
+)
+def test_names_of_data_sets_may_be_missing_or_lists(
+    dataset: list[Any], names: list[str | None], tmp_path: Path
+) -> None:
+    save(small_config("simcse"), tmp_path / "run")
+    pairs = {"sentence1": ["a b", "b c", "c"], "sentence2": ["a", "b c", "d"], "score": [2, 3, 1]}
+    pq.write_table(pa.table({**pairs, "dataset": dataset}), tmp_path / "test.parquet")
+    found = evaluate_sts(run=str(tmp_path / "run"), test=str(tmp_path / "test.parquet"), quiet=True)
+    assert list(found["spearman"]) == names
+    pq.write_table(pa.table({**pairs, "dataset": ["x", "x", "y"]}), tmp_path / "test.parquet")
+    with pytest.raises(DataError, match="y has fewer than two pairs, .* leave that data set out"):
+        evaluate_sts(run=str(tmp_path / "run"), test=str(tmp_path / "test.parquet"), quiet=True)
 
 
 def test_a_baseline_without_shared_words_is_unknown(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from raycl.errors import DataError
 Value = TypeVar("Value")
 Text = TypeVar("Text", bound=Hashable)
 
-SPARE = 50  # further candidates, since the nearest may be too near
+SPARE = 50  # fewest further candidates, since the nearest may be too near
 _FEWEST = 64  # explicit negatives of a pair, if the pairs of a query share them
 _MANY, _LARGE_PART = 100, 0.1  # texts of an entity
 
@@ -139,6 +139,11 @@ class Matches(Generic[Text]):
         """
         pairs = sorted((q, d) for q, matches in self._matches.items() for d in matches)
         return np.array(pairs, np.int64)
+
+    @property
+    def spare(self) -> int:
+        """How many further candidates to search: explicit negatives, often the nearest, take up half of them at most."""
+        return max(SPARE, *(2 * len(each) for each in self._explicit.values()))
 
     def notices(self) -> list[str]:
         """Return lines about queries and documents of which a large part is one entity, and queries without negatives."""

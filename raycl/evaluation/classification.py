@@ -295,6 +295,8 @@ def _labels(tables: Sequence[pa.Table]) -> Tensor:
 
 def _labeled(values: Tensor, label: Tensor) -> LabeledSet:
     has_label = label != NO_LABEL
+    if len(label) == 0:
+        raise DataError("no row of the set could be read; check the images, whose invalid rows are counted")
     if not has_label.any():
         raise DataError("no row of the set has a label; check the label column")
     if has_label.all():  # without a copy

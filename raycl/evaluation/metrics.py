@@ -83,6 +83,8 @@ def spearman(similarity: Numbers, score: Numbers, name: str = "the set") -> floa
     Equal values share the mean of their ranks. ``name`` names the set in errors. Raises ``DataError`` for
     values that are not finite, or similarities or scores that are all equal, which have no ranks.
     """
+    if len(similarity) < 2:
+        raise DataError(f"{name} has fewer than two pairs, which have no ranks; leave that data set out")
     for kind, values in (("similarities", similarity), ("scores", score)):
         if not np.isfinite(values).all():
             raise DataError(f"{kind} of {name} are not all finite; look for nan or inf")

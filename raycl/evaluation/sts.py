@@ -120,7 +120,9 @@ def _read(uri: str, *, quiet: bool) -> _Pairs:
             right += _texts(table, "sentence2", where, first)
             scores += plain_values(table["score"])
             places += (f"row {row} of {where}" for row in range(first, first + len(table)))
-            dataset += table["dataset"].to_pylist() if "dataset" in names else ["sts"] * len(table)
+            dataset += (
+                list(map(_name, table["dataset"].to_pylist())) if "dataset" in names else ["sts"] * len(table)
+            )
     return _Pairs(left=left, right=right, score=_numbers(scores, places), dataset=dataset)
 
 
@@ -134,6 +136,11 @@ def _texts(table: pa.Table, name: str, where: str, first: int) -> list[str]:
                 f"row {row} of {where} has a {name} that cannot be used: {error}; fix it or remove the row"
             ) from None
     return values
+
+
+def _name(value: Any) -> Any:
+    """Return the name of a data set, which may be a number; text in place of a NaN or a list, which equal no other."""
+    return value if value is None or isinstance(value, str | int) else str(value)
 
 
 def _numbers(scores: Sequence[Any], places: Sequence[str]) -> NDArray[np.float64]:

@@ -18,7 +18,7 @@ from torch.nn.functional import normalize
 
 from raycl.arguments import Address, as_address, check_type
 from raycl.data.columns import ColumnNames
-from raycl.data.matches import SPARE, Matches
+from raycl.data.matches import Matches
 from raycl.errors import ConfigError, DataError
 from raycl.evaluation.search import Ranking, search
 from raycl.inference.embed import embed_values
@@ -102,9 +102,8 @@ def mine_negatives(
             )
         )
         with unwrap_ray_errors():
-            ranking = _search_in_tasks(
-                query, document, pairs.known, k=num_negatives + SPARE, gpu=gpu, quiet=quiet
-            )
+            k = num_negatives + pairs.known.spare
+            ranking = _search_in_tasks(query, document, pairs.known, k=k, gpu=gpu, quiet=quiet)
         rows, columns_of_pairs = torch.from_numpy(pairs.known.positive).unbind(1)
         similarity = (query[rows] * document[columns_of_pairs]).sum(1).numpy()
         counts = Counter[str]()

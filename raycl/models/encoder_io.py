@@ -8,7 +8,7 @@ import copy
 import io
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
@@ -21,6 +21,7 @@ from PIL import Image
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from raycl.arguments import check_type
 from raycl.augment.checks import check_images
 from raycl.augment.images import as_tensor, center_view
 from raycl.batchnorm import replace_batchnorm
@@ -77,10 +78,7 @@ class ImageEncoder(nn.Module):
         Raises ``DataError`` for an image that cannot be used, and ``ConfigError`` for an array of a wrong type or shape, or
         a ``batch_size`` below 1.
         """
-        if isinstance(images, str | bytes | os.PathLike | Image.Image):
-            raise DataError(
-                f"encode takes a list of images, came {type(images).__name__}; put it into a list"
-            )
+        images = _listed(images, "images", (str, bytes, os.PathLike, Image.Image))
         _check_batch_size(batch_size)
         dtype = next(self.parameters()).dtype
         parts: list[Tensor] = []
@@ -133,8 +131,7 @@ class TextEncoder(nn.Module):
 
         Raises ``DataError`` for a text that cannot be used, and ``ConfigError`` for a ``batch_size`` below 1.
         """
-        if isinstance(texts, str | bytes):
-            raise DataError(f"encode takes a list of texts, came {type(texts).__name__}; put it into a list")
+        texts = _listed(texts, "texts", (str, bytes))
         _check_batch_size(batch_size)
         parts = [
             self.network(self.prepare(texts[start : start + batch_size], first=start)).float()
@@ -277,7 +274,15 @@ def load_state(content: bytes, where: str) -> dict[str, Any]:
     return state
 
 
+def _listed(values: Any, name: str, single: tuple[type, ...]) -> Any:
+    """Return sequences, arrays and tensors as they are, the values of a generator as a list."""
+    if isinstance(values, (*single, Mapping)) or not isinstance(values, Iterable):
+        raise DataError(f"encode takes a list of {name}, came {type(values).__name__}; put it into a list")
+    return values if hasattr(values, "__getitem__") else list(values)
+
+
 def _check_batch_size(batch_size: int) -> None:
+    check_type("batch_size", batch_size, int)
     if batch_size < 1:
         raise ConfigError(f"batch_size must be 1 or more, came {batch_size}")
 

@@ -22,7 +22,7 @@ from torch import nn
 from raycl.config import RunConfig
 from raycl.config.schema import MinedConfig
 from raycl.data.in_memory import Batch
-from raycl.data.matches import SPARE, Matches
+from raycl.data.matches import Matches
 from raycl.data.texts import Tokens
 from raycl.errors import last_line
 from raycl.evaluation.embed import embed
@@ -133,12 +133,12 @@ class Search:
         self._settings, self._bank, self._encode = settings, bank, encode
         self._bank_id = np.sort(bank_id)
         self._row_step = np.full(len(bank_id), -1)  # of each slot
-        self._num_near = settings.candidates + SPARE  # documents of each query
         self._incarnations = [""] * bank.spec.num_shards
 
     def use(self, corpus: Corpus, matches: Matches[int]) -> None:
         """Search this corpus from now on: a larger one of the same stream keeps its rows in the bank."""
         self._corpus, self._matches = corpus, matches
+        self._num_near = self._settings.candidates + matches.spare  # documents of each query
         self._slot = np.searchsorted(self._bank_id, corpus.bank_id)  # of each document
         self._pairs_of_query: dict[int, list[int]] = {}
         for pair, query in enumerate(corpus.positive[:, 0].tolist()):

@@ -13,7 +13,7 @@ from torchvision.models.resnet import ResNet
 from raycl.errors import ConfigError
 from raycl.models.encoder_io import ImageEncoder
 from raycl.models.image import BLOCKS, last_layer
-from raycl.models.registry import RESNETS
+from raycl.models.registry import RESNETS, VITS
 from raycl.models.specs import ImageEncoderSpec
 
 WEIGHTS = "weights.pth"
@@ -118,7 +118,7 @@ def _check(spec: ImageEncoderSpec, network: nn.Module, package: str) -> None:
     """Raise ``ConfigError`` unless torchvision's parts can build the encoder."""
     num_layers = spec.projection_head.num_layers if spec.projection_head else 0
     cause = None
-    if spec.name not in RESNETS and not isinstance(network, VisionTransformer):
+    if spec.name not in (*RESNETS, *VITS):
         cause = f"the network {spec.name} is your own"
     elif spec.norm != "batch":
         cause = f"{spec.norm} normalization replaces {spec.name}'s BatchNorm"
