@@ -501,7 +501,10 @@ BROKEN = {
     "semicolons.csv": (b"\xef\xbb\xbftext;n\r\na;1\r\n", "fields in the header of .*semicolons.csv are separated by ';'; separate all fields by commas in .csv"),
     "commas_in_rows.csv": (b"text;n\nHello, world;1\n", "are separated by ';'"),
     "tabs.csv": (b"text\tn\na\t1\n", r"are separated by '\\t'; separate all fields by commas in .csv, by tabs in .tsv"),
-    "empty.csv": (b"", "as csv: Empty CSV file"),
+    "empty.csv": (b"", "empty.csv holds no rows"),
+    "quotes_of_texts.tsv": (b'query\ttext\nq1\t"d1\nq2\td2\nq3\t"d3\nq4\td4\n', r'row 0 of .*quotes_of_texts.tsv has a field with tabs and newlines: .* write a quote in it as ""'),
+    "quotes_elsewhere.tsv": (b'text\tnote\na\tb\nq1\t"d1\nq2\td2\nq3\td3"\nq4\td4\n', r"row 1 of .*quotes_elsewhere.tsv has a field with tabs and newlines"),
+    "surrogate.jsonl": (b'{"text": "a"}\n{"text": "\\ud83d"}\n', r"in row 1; write a whole character in place of half of one"),
     "header.csv": (b"text,n\n", "holds no rows"),
     "weight.csv": (b"text,w\na,1\nb,many\n", ": row 1: .*invalid value 'many'"),
     "missing_weight.csv": (b"text,w\na,1\nb,\n", "a missing weight .* in row 1 of"),
@@ -867,10 +870,39 @@ def test_files_of_no_or_one_split_are_one_data_set(files: list[str], tmp_path: P
     check_no_splits(find_source(str(tmp_path), TEXTS))
 
 
-def test_empty_parts_of_jsonl_have_no_rows(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b"")
-    write_rows(tmp_path / "b.jsonl", [{"text": "b"}])
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "tsv"])
+def test_empty_parts_have_no_rows(ending: str, tmp_path: Path) -> None:
+    (tmp_path / f"a.{ending}").write_bytes(b"")
+    write_rows(tmp_path / f"b.{ending}", [{"text": "b"}])
     assert read(find_source(str(tmp_path), TEXTS))["text"] == [b"b"]
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "tar"])
+def test_labels_and_ids_of_texts_may_be_missing_in_all_rows_of_a_file(ending: str, tmp_path: Path) -> None:
+    write_rows(tmp_path / f"a.{ending}", [{"text": "a"}])
+    write_rows(tmp_path / f"b.{ending}", [{"text": "b", "label": "cat"}, {"text": "c"}])
+    source = find_source(str(tmp_path), TEXTS)
+    assert source.classes == ("cat",)
+    assert decoded(source)["label"].to_pylist() == [-1, 0, -1]
+    assert read(source)["text"] == [b"a", b"b", b"c"]
+
+
+def test_integers_and_texts_as_labels_of_typed_files_are_refused(tmp_path: Path) -> None:
+    for name, label in {"a": 1, "b": "x"}.items():
+        pq.write_table(pa.table({"text": [name], "label": [label]}), tmp_path / f"{name}.parquet")
+    with pytest.raises(
+        DataError, match=r"labels are integers in .*a.parquet and string in .*b.parquet; give"
+    ):
+        find_source(str(tmp_path), TEXTS)
+
+
+def test_a_missing_id_is_found_by_file_and_row(tmp_path: Path) -> None:
+    ids = [*range(4_999), None]
+    pq.write_table(pa.table({"text": ["a"] * 5_000, "sample_id": ids}), tmp_path / "a.parquet")
+    source = find_source(str(tmp_path), TEXTS)
+    for use in (lambda: read(source), lambda: source.sample_ids(source.fragments)):
+        with pytest.raises(DataError, match="a.parquet row 4999 has no id: give every row its own id"):
+            use()
 
 
 @pytest.mark.parametrize("ending", ["csv", "jsonl.gz", "arrow", "tar", *TABLES])

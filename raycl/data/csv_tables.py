@@ -42,14 +42,17 @@ class CsvTables:
 
     def inspect(self, place: Place, columns: ColumnNames) -> TableFile:
         """Read the file once."""
-        _check_delimiter(place, columns)
+        header = _header(place)
+        if not header:
+            return TableFile(place=place, group_sizes=[], schema=pa.schema([]))
+        _check_delimiter(place, header, columns)
         with _reading(place), open_text(place) as stream:
             try:
                 names = _open(place, stream, [], None).schema.names
             except UnicodeDecodeError:
                 raise DataError(f"the header of {place} is not UTF-8; write the file in UTF-8") from None
         roles = roles_in(place, names, columns)
-        num_rows, integers = _count(place, list(roles), len(names))
+        num_rows, integers = _count(place, names, list(roles))
         kinds = {name: _type(each, is_integer=name in integers) for name, each in roles.items()}
         schema = pa.schema([(name, kinds.get(name, pa.string())) for name in names])
         return TableFile(place=place, group_sizes=[num_rows], schema=schema)
@@ -75,11 +78,15 @@ class CsvTables:
             return _open(place, stream, [name], chosen(types, [name])).read_all()[name]
 
 
-def _check_delimiter(place: Place, columns: ColumnNames) -> None:
-    """Raise if the header is one field that another delimiter would split."""
+def _header(place: Place) -> str:
+    """Return the first line, empty for an empty file."""
     with _reading(place), open_text(place) as stream:
         lines = stream.read(_MOST_HEADER_BYTES).decode(errors="replace").splitlines()
-    header = lines[0].lstrip("\ufeff") if lines else ""
+    return lines[0].lstrip("\ufeff") if lines else ""
+
+
+def _check_delimiter(place: Place, header: str, columns: ColumnNames) -> None:
+    """Raise if the header is one field that another delimiter would split."""
     others = {",", ";", "\t", "|"} - {_delimiter(place)}
     found = next((each for each in sorted(others) if each in header), None)
     is_one_field = _delimiter(place) not in header and not header.startswith('"')
@@ -107,18 +114,23 @@ class _WithLastRow(io.RawIOBase):
         return content
 
 
-def _count(place: Place, names: Sequence[str], num_columns: int) -> tuple[int, set[str]]:
-    """Return the number of rows, and which columns hold only integers and missing values.
+def _count(place: Place, names: Sequence[str], asked: Sequence[str]) -> tuple[int, set[str]]:
+    """Return the number of rows, and which of the columns ``asked`` hold only integers and missing values.
 
-    Arrow takes the rest of a file as one field if it ends within quotes: then the added row is missing.
+    Arrow takes the rest of a file as one field if it ends within quotes: then the added row is missing. In TSV all
+    columns are read, since a quote that is part of a text may join rows in any of them.
     """
-    integers, num_rows, last = set(names), 0, {}
+    integers, num_rows, last = set(asked), 0, {}
+    is_tsv = _delimiter(place) == "\t"
+    read = names if is_tsv else asked
     with _reading(place), open_text(place) as stream:
-        row = b"\n" + _delimiter(place).encode().join([_LAST] * num_columns) + b"\n"
+        row = b"\n" + _delimiter(place).encode().join([_LAST] * len(names)) + b"\n"
         ended = pa.PythonFile(_WithLastRow(stream, row), mode="r")
-        for batch in _open(place, ended, names, pa.schema([(name, pa.binary()) for name in names])):
+        for batch in _open(place, ended, read, pa.schema([(name, pa.binary()) for name in read])):
             if not batch.num_rows:
                 continue
+            if is_tsv:
+                _check_not_joined(place, batch, num_rows)
             num_rows += batch.num_rows
             last = batch.slice(batch.num_rows - 1).to_pylist()[0]
             rows = batch.slice(0, batch.num_rows - (set(last.values()) == {_LAST}))
@@ -129,6 +141,18 @@ def _count(place: Place, names: Sequence[str], num_columns: int) -> tuple[int, s
             'write one that is part of a text as ""'
         )
     return num_rows - 1, integers
+
+
+def _check_not_joined(place: Place, batch: pa.RecordBatch, first: int) -> None:
+    """Raise for a field of a TSV file that has tabs and newlines: rows between two quotes that are part of texts."""
+    for column in batch.columns:
+        for row, value in enumerate(column.to_pylist(), first):
+            # The end of a file within quotes has an error of its own.
+            if value and b"\t" in value and b"\n" in value and _LAST not in value:
+                raise DataError(
+                    f"row {row} of {place} has a field with tabs and newlines: a quote begins it, and the next quote ends "
+                    'it; put such a text in quotes, and write a quote in it as ""'
+                )
 
 
 def _are_integers(values: pa.Array) -> bool:

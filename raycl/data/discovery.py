@@ -35,6 +35,7 @@ from raycl.storage import Place, absolute
 
 ROWS_PER_FRAGMENT = 2_048
 FORMATS = "parquet, CSV, JSONL, Arrow, tar"
+_WITH_KEYS = ("jsonl", "tar")  # each row names its columns, and may lack some
 _ENOUGH_PARTS = 256  # of large row groups in all files, to read in parallel
 _PARQUET_MARK = b"PAR1"  # the first bytes of each file
 _SPLITS = {"train", "training", "dev", "val", "valid", "validation", "eval", "test", "testing", "unlabeled"}
@@ -292,6 +293,7 @@ def _table_source(
         check(each.place, each.schema)
     # A file without rows may have no columns either.
     tables = [each for each in tables if each.schema.names or sum(each.group_sizes)]
+    tables = _with_all_columns(tables) if kind in _WITH_KEYS else tables
     ignored_label = _ignored_label([each.schema for each in tables], columns)
     asked = columns
     found = [_check_columns(each, asked, reads_label=not ignored_label) for each in tables]
@@ -337,6 +339,15 @@ def _table_source(
     )
 
 
+def _with_all_columns(tables: Sequence[TableFile]) -> list[TableFile]:
+    """Add the columns of other files to each, which lacks their keys in all rows: their values are missing."""
+    names = dict.fromkeys(name for each in tables for name in each.schema.names)
+    schemas = [
+        pa.unify_schemas([each.schema, pa.schema([(name, pa.null()) for name in names])]) for each in tables
+    ]
+    return [replace(each, schema=schema) for each, schema in zip(tables, schemas, strict=True)]
+
+
 def _classes(
     reader: TableFormat,
     tables: Sequence[TableFile],
@@ -355,6 +366,11 @@ def _classes(
     # A file without any label does not determine whether labels are integers.
     first = next((kind for kind in kinds if not pa.types.is_null(kind)), pa.null())
     if are_numbers(first) and not floats:
+        for each, found in zip(tables, kinds, strict=False):
+            if not (are_numbers(found) or pa.types.is_null(found)):
+                raise DataError(
+                    f"labels are integers in {tables[0].place} and {found} in {each.place}; give integers or text in all files"
+                )
         return None, ""
     with ThreadPoolExecutor(8) as pool:
         distinct = list(

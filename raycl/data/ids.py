@@ -85,16 +85,17 @@ def entity_id(value: Any) -> int:
     return stable_id(value)
 
 
-def stable_ids(values: list[Any]) -> NDArray[np.int64]:
-    """Turn the values of an id column into int64, see :func:`stable_id`.
+def stable_ids(values: list[Any], where: Sequence[str] | None = None) -> NDArray[np.int64]:
+    """Turn the values of an id column into int64, see :func:`stable_id`; ``where`` names the row of each in errors.
 
     Raises ``DataError`` for a row without an id, or with a float that may have lost digits.
     """
     for row, cause in enumerate(map(why_invalid, values)):
         if cause is not None:
             found = "no id" if is_missing(values[row]) else f"an {cause}"
+            place = f"row {row} of a batch" if where is None else where[row]
             raise DataError(
-                f"row {row} of a batch has {found}: give every row its own id, an integer or text, or remove the id column"
+                f"{place} has {found}: give every row its own id, an integer or text, or remove the id column"
             )
     return np.array(list(map(stable_id, values)), np.int64)
 

@@ -107,9 +107,10 @@ def _broken(place: Place, first: int, error: Exception) -> DataError:
     cause = first_line(error)
     if found := _ROW.search(cause):
         cause = f"{cause[: found.start()]} in row {first + int(found[1])}"
-    return DataError(
-        f"cannot read {place} as jsonl: {cause}; give an object per line, with values of one type for each key"
-    )
+    remedy = "give an object per line, with values of one type for each key"
+    if "surrogate" in cause:
+        remedy = r"write a whole character in place of half of one, such as \ud83d"
+    return DataError(f"cannot read {place} as jsonl: {cause}; {remedy}")
 
 
 def shared_schema(schemas: Sequence[pa.Schema], where: str, common: Common) -> pa.Schema:

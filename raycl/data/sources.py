@@ -102,7 +102,7 @@ class RawRows:
         """
         values = values_of(table, columns, folder)
         if columns.sample_id is not None:
-            ids = stable_ids(plain_values(table[columns.sample_id]))
+            ids = stable_ids(plain_values(table[columns.sample_id]), where)
         elif ids is None:
             ids = content_ids({role: each for role, each in values.items() if role != "weight"})
         label = np.full(len(ids), NO_LABEL, np.int64)
@@ -198,8 +198,14 @@ class Source:
         column = self.columns.sample_id
         if column is None:
             return np.arange(fragment.first_id, fragment.first_id + fragment.num_rows, dtype=np.int64)
-        parts = [plain_values(table[column]) for _, table in self.tables(fragment, [column])]
-        return stable_ids([value for part in parts for value in part])
+        parts = [
+            stable_ids(
+                plain_values(table[column]),
+                [f"{fragment.place.name} row {row}" for row in range(first, first + len(table))],
+            )
+            for first, table in self.tables(fragment, [column])
+        ]
+        return np.concatenate([np.empty(0, np.int64), *parts])
 
     def _read_files(self, fragment: Fragment, keep: Keep | None) -> Iterator[RawRows]:
         root = Place(fragment.uri)
