@@ -31,6 +31,7 @@ from raycl.data.sampler import InMemorySampler
 from raycl.data.windows import WindowCutter
 from raycl.errors import ConfigError, DataError
 from raycl.records import CHECKPOINT_LIST, READ_ROWS
+from raycl.step_replay import certificate
 from raycl.step_replay.certificate import Certificate
 from raycl.step_replay.check_history import ChainedHistory
 from raycl.step_replay.record import read_record
@@ -342,10 +343,13 @@ def test_an_evaluation_added_after_the_end_is_found_but_a_notice_of_a_tracker_is
     notice = {"step": 17, "event": "tracking", "text": "wandb: no network"}
     rewritten(copy / "metrics.jsonl", lambda lines: lines.append(notice))
     assert raycl.certify(copy, steps=0).is_valid
-    rewritten(copy / "metrics.jsonl", lambda lines: lines.append({"step": 17, "knn_top1": 0.999}))
-    found = raycl.certify(copy, steps=0)
-    assert failed(found) == ["log"]
-    assert found.proves == ""
+    for added in ({"step": 17, "knn_top1": 0.999}, {**notice, "knn_top1": 0.999}):
+        rewritten(copy / "metrics.jsonl", lambda lines, added=added: lines.append(added))
+        found = raycl.certify(copy, steps=0)
+        assert failed(found) == ["log"]
+        assert found.proves == ""
+        rewritten(copy / "metrics.jsonl", lambda lines: lines.pop())
+    assert raycl.certify(copy, steps=0).is_valid
 
 
 @pytest.mark.parametrize(
@@ -697,6 +701,53 @@ def test_an_edited_certificate_is_found(copy: Path, tmp_path: Path) -> None:
             raycl.check_certificate(file, copy)
     with pytest.raises(DataError, match="there is no certificate at"):
         raycl.check_certificate(tmp_path / "none.json", copy)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"files": {}}, "the certificate does not bind chain.jsonl, "),
+        ({"chain": "0" * 64}, "the certificate has chain 000"),
+        ({"steps": 999_999}, "the certificate has steps 999999, and the run 17"),
+    ],
+)
+def test_a_certificate_of_another_history_is_found_even_with_a_new_hash(
+    change: dict[str, Any], says: str, copy: Path, tmp_path: Path
+) -> None:
+    values = raycl.certify(copy, steps=0).to_dict()
+    changed = {name: value for name, value in (values | change).items() if name != "sha256"}
+    file = tmp_path / "certificate.json"
+    file.write_text(json.dumps({**changed, "sha256": certificate._hash_of(changed)}))
+    found = raycl.check_certificate(file, copy)
+    assert failed(found) == ["same run"]
+    assert says in str(found)
+
+
+def test_a_certificate_states_what_its_checks_prove_and_the_last_hash(copy: Path, tmp_path: Path) -> None:
+    values = raycl.certify(copy, steps=0).to_dict()
+    changed = {name: value for name, value in values.items() if name != "sha256"} | {"proves": "everything"}
+    file = tmp_path / "certificate.json"
+    file.write_text(json.dumps({**changed, "sha256": certificate._hash_of(changed)}))
+    found = raycl.check_certificate(file, copy)
+    assert found.proves == values["proves"]
+    assert values["chain"] in str(found)
+    changed["checks"] = [{"name": "rows"}]
+    file.write_text(json.dumps({**changed, "sha256": certificate._hash_of(changed)}))
+    with pytest.raises(DataError, match="is no certificate"):
+        raycl.check_certificate(file, copy)
+
+
+def test_a_looser_precision_in_a_forged_chain_is_found(copy: Path) -> None:
+    def loosen(links: list[dict[str, Any]]) -> None:
+        for link in links:
+            if link["kind"] == "start":
+                link["precision"] = "bfloat16"
+
+    rewritten(copy / "chain.jsonl", loosen)
+    with_new_hashes(copy)
+    found = raycl.certify(copy, steps=0)
+    assert failed(found) == ["files"]
+    assert "the precision is float32 in config.yaml, and bfloat16 in chain.jsonl" in str(found)
 
 
 def test_a_run_that_fails_gets_no_valid_certificate(copy: Path) -> None:

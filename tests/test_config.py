@@ -9,7 +9,7 @@ from torch import nn
 
 from raycl.config import RunConfig, Stage
 from raycl.config.conditions import leaves
-from raycl.config.overrides import config_from_dict, config_from_yaml, config_to_yaml, override
+from raycl.config.overrides import config_from_dict, config_from_yaml, config_to_yaml, override, parse_setting
 from raycl.errors import ConfigError
 from raycl.models.build import build_towers
 from raycl.recipes import RECIPES, recipe
@@ -516,10 +516,41 @@ def test_a_key_that_a_file_gives_twice_is_refused() -> None:
         config_from_yaml(f"{text}optimizer: {{name: sgd}}\n", name="run.yaml")
 
 
-@pytest.mark.parametrize("value", ["2020-13-01", "0x_", "9" * 5_000])
+@pytest.mark.parametrize("value", ["2020-13-01", "9" * 5_000])
 def test_a_value_that_yaml_cannot_read_is_refused_in_one_line(value: str) -> None:
     with pytest.raises(ConfigError, match=r"^run\.yaml is not valid YAML: [^\n]+$"):
         config_from_yaml(f"seed: {value}", name="run.yaml")
+
+
+@pytest.mark.parametrize("text", ["2:8", "010", "1:30.5", "0b1"])
+def test_numbers_of_yaml_1_1_alone_are_text(text: str) -> None:
+    assert parse_setting(f"a={text}") == ("a", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("-3", -3),
+        ("1_000", 1000),
+        ("1e-4", 1e-4),
+        ("-.5", -0.5),
+        ("2.", 2.0),
+        (".5E+3", 500.0),
+        ("0x10", 16),
+        ("~", None),
+    ],
+)
+def test_numbers_and_null_are_values(text: str, value: float | None) -> None:
+    assert parse_setting(f"a={text}") == ("a", value)
+    assert type(parse_setting(f"a={text}")[1]) is type(value)
+
+
+@pytest.mark.parametrize("text", ["", " ", "#class", " # class"])
+def test_a_setting_without_a_value_is_refused(text: str) -> None:
+    with pytest.raises(
+        ConfigError, match="is no value; give null for none|begins a comment of YAML; quote it"
+    ):
+        parse_setting(f"data.columns.label={text}")
 
 
 def test_an_unknown_recipe_is_refused_with_a_list_of_recipes() -> None:

@@ -205,6 +205,7 @@ def test_shards_split_the_memory_of_the_bank() -> None:
             "raise bank.shards, set bank.dtype=float16, or add a node with more memory",
         ),
         ("sogclr", "raise bank.shards, or add a node with more memory"),  # of one type
+        ("moco_v2", "lower negatives.capacity, or add a node with more memory"),  # float16 already
     ],
 )
 def test_the_remedy_for_a_bank_that_is_too_large_names_only_settings_that_act(
@@ -215,7 +216,7 @@ def test_the_remedy_for_a_bank_that_is_too_large_names_only_settings_that_act(
     monkeypatch.setattr("raycl.doctor.memory._profile_stages", lambda config: [ONE] * len(config.stages))
     node = Node(node_id="id", name="node", is_head=True, num_cpus=1, num_gpus=0, object_store=1e9)
     answers = [NodeAnswer(node, NodeInfo(versions={}, memory=1e3, free_memory=1e3))]
-    config = small(method, **{"data.cache": "materialize"})
+    config = small(method, **{"data.cache": "materialize", "bank.location": "actor"})
     source = SimpleNamespace(num_rows=1_000, columns=ColumnNames())
     data: Any = SimpleNamespace(source=source, decoded_bytes=1.0, negatives_per_pair=0.0, texts_per_row=1.0)
     found = {each.name: each for each in check_memory(config, data, answers)}

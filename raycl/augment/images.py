@@ -39,6 +39,7 @@ _ROTATION = len(_DRAWS) + NUM_BOX_DRAWS
 class ImageAugmentation:
     """Random crop, flip, rotation, color jitter, grayscale and blur, with torchvision's distributions.
 
+    Color jitter differs: it has one order, rotates the hue, and clips once (``raycl.augment.color``).
     ``size`` is the side of a view in pixels. ``crop_scale`` bounds the crop's fraction of the original area,
     ``crop_ratio`` its width over height. ``flip``, ``jitter``, ``grayscale`` and ``blur`` are
     probabilities; ``brightness``, ``contrast`` and ``saturation`` are the s of a factor, uniform in

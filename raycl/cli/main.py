@@ -16,7 +16,7 @@ import typer
 
 import raycl
 from raycl.cli.bank import bank
-from raycl.cli.options import OF_RECIPE, Address, BatchSize, Debug, Gpu, Setting, Workers
+from raycl.cli.options import OF_RECIPE, Address, BatchSize, Debug, Gpu, OneDataSet, Setting, Workers
 from raycl.cli.runs import certify, embed, evaluate, export, mine, replay, report, runs
 from raycl.cli.serve import explore
 from raycl.errors import ConfigError, DataError, RayclError, StoppedError, StorageError
@@ -211,10 +211,10 @@ def tune(
 
 
 for command in (evaluate, embed, mine, export, runs, explore, report, replay, certify):
-    app.command()(command)
+    app.command(cls=OneDataSet)(command)
 
 
-@app.command()
+@app.command(cls=OneDataSet)
 def doctor(
     recipe: Annotated[str | None, typer.Argument(help="Recipe name or .yaml file to check.")] = None,
     data: Annotated[str | None, typer.Option(help="Data set to check; local or s3://.")] = None,

@@ -3,9 +3,12 @@
 import atexit
 import contextlib
 import os
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
+
+from raycl.errors import ConfigError
 
 Setting = Annotated[list[str] | None, typer.Option("--set", help="Replace one setting: key.path=value.")]
 Address = Annotated[str | None, typer.Option(help="Ray cluster to join; by default a local one is started.")]
@@ -26,6 +29,22 @@ RunningRay = Annotated[
     str | None,
     typer.Option(help="HOST:PORT of a Ray cluster; default: RAY_ADDRESS, or the cluster on this machine."),
 ]
+
+
+class OneDataSet(TyperCommand):
+    """A command that refuses a second data set: of an option that is given twice, only the last value would count."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Return the arguments that are left; raises ``ConfigError`` for a second data set."""
+        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+        for option in given:
+            is_one = option.name in ("data", "test", "train") and not getattr(option, "multiple", False)
+            if is_one and given.count(option) > 1:
+                raise ConfigError(
+                    f"--{option.name} is given {given.count(option)} times, and {ctx.info_name} takes one data set; run it "
+                    "once for each"
+                )
+        return super().parse_args(ctx, args)
 
 
 def connect(address: str | None, debug: bool, *, bank: str | None = None) -> None:

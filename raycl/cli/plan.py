@@ -66,7 +66,8 @@ def plan_run(
     if isinstance(run, RunConfig):
         _check_flags(flags, run, "the configuration")
         return RunPlan(override(run, overrides))
-    if run.endswith((".yaml", ".yml")):
+    path = run.partition("?")[0] if "://" in run else run  # an address may have options
+    if path.endswith((".yaml", ".yml")):
         from raycl.storage import Place
 
         config = config_from_yaml(Place(run).read_text(), name=run)

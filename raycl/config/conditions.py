@@ -163,6 +163,7 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
     "data.samples_per_class": (when("data.kind", "image", "text"), when("key", "tower", "momentum_encoder")),
     "text": (_TEXTS,),
     "text.corpus": (_COUNTED_TOKENS,),
+    "text.tokenizer_train_size": (_COUNTED_TOKENS,),
     "text.vocabulary_size": (_OWN_TOKENIZER,),
     "text.lowercase": (_OWN_TOKENIZER,),
     "text.max_document_length": (_PAIRS,),

@@ -12,7 +12,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 from pydantic import ValidationError
@@ -91,13 +91,25 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{value!r:.80} is {type(value).__name__}; give numbers, text and lists")
 
 
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+_NULLS = ("null", "Null", "NULL", "~")
+
+
 class _Loader(yaml.SafeLoader):
-    """Reads 1e-4 as a number, which is text in YAML 1.1."""
+    """Reads numbers as YAML 1.2 does: 1e-4 is one, while in YAML 1.1 it is text, 2:8 is 128 and 010 is 8."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [each for each in pairs if each[0] not in (_INT, _FLOAT)]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("+-0123456789")
+    _FLOAT,
+    re.compile(r"^([-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"),
+    list("+-.0123456789"),
 )
+_Loader.add_implicit_resolver(_INT, re.compile(r"^[-+]?(0|[1-9][\d_]*|0x[\da-fA-F]+)$"), list("+-0123456789"))
 
 
 def _read_yaml(text: str) -> Any:
@@ -287,9 +299,13 @@ def parse_setting(setting: str) -> tuple[str, Any]:
             f"--set takes key.path=value, got {setting!r}; for example stages.0.temperature=0.2"
         )
     try:
-        return path.strip(), _read_yaml(value)
+        parsed = _read_yaml(value)
     except yaml.YAMLError:
         raise ConfigError(f"--set {path}: {value!r} is not valid YAML; quote it") from None
+    if parsed is None and value.strip() not in _NULLS:
+        problem = "begins a comment of YAML; quote it" if value.strip() else "is no value; give null for none"
+        raise ConfigError(f"--set {path}: {value!r} {problem}")
+    return path.strip(), parsed
 
 
 def _set(values: Any, path: str, value: Any) -> None:

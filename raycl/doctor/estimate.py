@@ -62,7 +62,9 @@ class MemoryEstimate:
             if config.negatives.mined.num:
                 return "lower negatives.mined.candidates, of which each worker has a table"
             if config.negatives.store == "queue":
-                return "lower negatives.capacity, or set bank.dtype=float16"
+                # On a CPU, a step converts float16 to another copy in float32.
+                is_wide = on_gpu and config.bank.dtype == "float32"
+                return f"lower negatives.capacity{', or set bank.dtype=float16' if is_wide else ''}"
             if config.bank.location == "worker":
                 return "set bank.location=actor, so that actors hold the slots of all samples once"
             return "take nodes with more memory, since each worker has the ids of all samples"

@@ -149,8 +149,10 @@ def _check_bank(
         f"{len(shards)} shard{'' if len(shards) == 1 else 's'} of {format_bytes(max(shards))}, "
         f"the most free memory is {format_bytes(available_memory(largest))} ({largest.node.name})"
     )
-    smaller = "" if config.negatives.store == "partition" else " set bank.dtype=float16,"
-    remedy = f"raise bank.shards,{smaller} or add a node with more memory"
+    ways = ["lower negatives.capacity" if config.negatives.store == "queue" else "raise bank.shards"]
+    if config.negatives.store != "partition" and config.bank.dtype != "float16":
+        ways.append("set bank.dtype=float16")
+    remedy = f"{', '.join(ways)}, or add a node with more memory"
     yield passed_if(max(shards) <= available_memory(largest), "bank", seen, remedy)
 
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, final
 
 from raycl.chain import CHAIN, sha256_of_files
@@ -95,7 +95,7 @@ class Certificate(Displayable):
         return Table(
             title=f"{self.run}: {'certified' if self.is_valid else 'NOT certified'}",
             facts={each.name: f"{words[each.passed]}: {each.text}" for each in self.checks}
-            | ({"proves": self.proves} if self.is_valid else {}),
+            | ({"last hash": self.chain, "proves": self.proves} if self.is_valid else {}),
             columns=("step", "checkpoint", "workers", "recorded loss", "in float64", "difference", "equal"),
             rows=rows,
         )
@@ -138,7 +138,7 @@ def certify(run: str, *, steps: int = 4, data: Sequence[str] = ()) -> Certificat
         checks=checks,
         recomputed=recomputed,
         epochs=epochs,
-        files=history.files | sha256_of_files(record.output, (CHAIN, METRICS, RESULT)),
+        files=_files_of(history),
         proves=_statement(history, checks, recomputed, epochs),
     )
 
@@ -154,16 +154,17 @@ def check_certificate(file: str, run: str | None = None) -> Certificate:
     output = absolute(run) if run is not None else place.parent.uri
     record = read_record(output)
     history = ChainedHistory(record)
-    checks += [checked("same run", lambda: _check_same(record.output, values)), *history.checks()]
-    earlier = [Check(**each) for each in values["checks"]]
+    own = list(history.checks())  # before the comparison, which needs the links
+    earlier, recomputed = _results_in(place, values)
+    checks += [checked("same run", lambda: _check_same(history, values)), *own]
     checks += [
         Check(name=each.name, passed=each.passed, text=f"{each.text} (when it was certified)")
         for each in earlier
         if each.name in _OF_ROWS
     ]
-    recomputed = [RecomputedStep(**each) for each in values["recomputed"]]
-    result = Certificate(**_known(values) | {"run": output, "checks": checks, "recomputed": recomputed})
-    return result if result.is_valid else replace(result, proves="")
+    proves = _statement(history, checks, recomputed, values["epochs"])
+    changes = {"run": output, "checks": checks, "recomputed": recomputed, "proves": proves}
+    return Certificate(**_known(values) | changes)
 
 
 def _statement(
@@ -205,6 +206,15 @@ def _parsed(place: Place) -> dict[str, Any]:
     return found
 
 
+def _results_in(place: Place, values: Mapping[str, Any]) -> tuple[list[Check], list[RecomputedStep]]:
+    """Return the checks and the recomputed steps of a certificate; raises ``DataError`` if they are none."""
+    try:
+        checks = [Check(**each) for each in values["checks"]]
+        return checks, [RecomputedStep(**each) for each in values["recomputed"]]
+    except TypeError:
+        raise DataError(f"{place} is no certificate; make one by raycl certify RUN") from None
+
+
 def _known(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: values[name] for name in _FIELDS}
 
@@ -215,9 +225,21 @@ def _check_unchanged(place: Place, found: Mapping[str, Any], values: Mapping[str
     return f"written {time.strftime('%Y-%m-%d %H:%M', time.gmtime(found['certified']))} UTC"
 
 
-def _check_same(output: Place, values: Mapping[str, Any]) -> str:
-    found = sha256_of_files(output, values["files"])
+def _files_of(history: ChainedHistory) -> dict[str, str]:
+    """Return the hashes of the files that a certificate of this run binds, after its checks."""
+    return history.files | sha256_of_files(history.run.output, (CHAIN, METRICS, RESULT))
+
+
+def _check_same(history: ChainedHistory, values: Mapping[str, Any]) -> str:
+    found = _files_of(history)
     for name, value in values["files"].items():
         if found.get(name) != value:
             raise DataError(f"{name} is not the file that was certified")
+    if others := found.keys() - values["files"].keys():
+        raise DataError(f"the certificate does not bind {', '.join(sorted(others))}")
+    last = history.links[-1] if history.links else {}
+    facts = {"chain": last.get("hash", ""), "links": len(history.links), "steps": last.get("step", 0)}
+    for name, value in {**facts, "recipe": history.run.config.recipe}.items():
+        if values[name] != value:
+            raise DataError(f"the certificate has {name} {values[name]}, and the run {value}")
     return f"{len(found)} files"

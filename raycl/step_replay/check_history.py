@@ -8,8 +8,14 @@ from typing import Any, final
 
 from raycl.chain import CHAIN, CHECKPOINT, END, START, kept_links, log_heads, read_chain, sha256_of_files
 from raycl.errors import ConfigError, DataError
-from raycl.records import CHECKPOINTS, METRICS, RESULT, STATE, as_object, complete_checkpoints
+from raycl.records import CHECKPOINTS, CONFIG, METRICS, RESULT, STATE, as_object, complete_checkpoints
 from raycl.step_replay.record import RecordedRun
+
+# A tracker may fail after the end of a run. Its line may have no metrics, which would replace those of the run.
+_OF_NOTICE = {
+    "step", "num_steps", "samples", "epoch", "stage", "workers", "time", "event", "text", "seconds", "wall_seconds",
+    "goodput", "tracking_failures",
+}  # fmt: skip
 
 
 @final
@@ -90,6 +96,11 @@ class ChainedHistory:
         return f"{len(links)} links, starts of workers: {len(self.starts)}, {links[-1]['step']:,} steps"
 
     def _check_files(self) -> str:
+        # The other way around, the machine had no bfloat16. The precision sets how close a step must be.
+        if self.starts[-1]["precision"] != "float32" and self.run.config.tower_precision == "float32":
+            raise DataError(
+                f"the precision is float32 in {CONFIG}, and {self.starts[-1]['precision']} in {CHAIN}"
+            )
         bound = dict(self.starts[-1]["files"])
         bound |= self.links[-1]["files"] if self.is_finished else {}
         found = sha256_of_files(self.run.output, bound)
@@ -125,7 +136,9 @@ class ChainedHistory:
                 if not _is_close(logged, loss):
                     raise DataError(f"step {step} has loss {loss:g} in {CHAIN}, and {logged} in {METRICS}")
         rest = [json.loads(line) for line in lines[bound:]]
-        if self.is_finished and any(line.get("event") != "tracking" for line in rest):
+        if self.is_finished and any(
+            line.get("event") != "tracking" or line.keys() - _OF_NOTICE for line in rest
+        ):
             raise DataError(f"{METRICS} has lines after the end of the run")
         return f"{bound:,} lines" + (f"; the last {len(rest):,} are not bound" if rest else "")
 
