@@ -392,9 +392,10 @@ def absolute(uri: str | os.PathLike[str]) -> str:
     _check_no_secret(text)
     if _ONE_SLASH.match(text):
         scheme, rest = text.split(":/", 1)
+        _check_no_secret(f"{scheme}://{rest}")
         raise StorageError(
-            f"cannot use the address {text!r}: it has one slash after {scheme}:, as in a pathlib.Path; give text like "
-            f"'{scheme}://{rest}'"
+            f"cannot use the address {text!r}: it has one slash after {scheme}:, as in a pathlib.Path; give a local path, or "
+            "an address as text, like 's3://bucket/path'"
         )
     # Unlike Path.expanduser, this leaves the name of an unknown user as it is.
     return text if "://" in text else str(Path(os.path.expanduser(text)).absolute())

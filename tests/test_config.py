@@ -538,6 +538,7 @@ def test_numbers_of_yaml_1_1_alone_are_text(text: str) -> None:
         (".5E+3", 500.0),
         ("0x10", 16),
         ("~", None),
+        ("null # none", None),
     ],
 )
 def test_numbers_and_null_are_values(text: str, value: float | None) -> None:
@@ -547,9 +548,7 @@ def test_numbers_and_null_are_values(text: str, value: float | None) -> None:
 
 @pytest.mark.parametrize("text", ["", " ", "#class", " # class"])
 def test_a_setting_without_a_value_is_refused(text: str) -> None:
-    with pytest.raises(
-        ConfigError, match="is no value; give null for none|begins a comment of YAML; quote it"
-    ):
+    with pytest.raises(ConfigError, match="is no value; give null for none|is a comment of YAML; quote it"):
         parse_setting(f"data.columns.label={text}")
 
 

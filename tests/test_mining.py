@@ -92,12 +92,14 @@ def test_explicit_negatives_near_the_query_are_kept_and_not_counted_as_too_near(
     assert (mined.num_negatives, mined.num_too_near) == (0, 0)
 
 
-def test_as_many_candidates_as_explicit_negatives_remain_if_these_are_the_nearest() -> None:
+def test_enough_candidates_remain_beside_explicit_negatives_that_are_the_nearest() -> None:
     by_role = {"query": ["q", "r"], "document": ["a", "b"], "negatives": [list("123"), []]}
     assert _Pairs(Values(by_role=by_role, label=np.full(2, -1))).known.spare == SPARE
     by_role["negatives"] = [[f"{n}" for n in range(60)], []]
     pairs = _Pairs(Values(by_role=by_role, label=np.full(2, -1)))
-    assert pairs.known.spare == 120
+    assert pairs.known.spare == 60 + SPARE // 2
+    by_role["negatives"] = [[f"{n}" for n in range(9_999)], []]
+    assert _Pairs(Values(by_role=by_role, label=np.full(2, -1))).known.spare == 512
 
 
 def test_the_pairs_of_a_query_with_many_negatives_share_them() -> None:

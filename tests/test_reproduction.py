@@ -277,7 +277,10 @@ def test_momentum_zero_is_worst_if_below_all_others_and_slow_is_better_if_both_s
     fair = {**near(0.32), "loss": [8.3] * 3}
     assert verdicts("momentum", good | {"momentum-0": fair}) == [False, True, True]
     assert verdicts("momentum", good | {"momentum-0": {**fair, **near(0.36)}}) == [False, True, False]
-    assert verdicts("momentum", good | {"momentum-0": {**near(0.2), "loss": [8.3, 8.3, 8.2]}})[2] is False
+    for other in (8.2, 20.0):
+        assert (
+            verdicts("momentum", good | {"momentum-0": {**near(0.2), "loss": [8.3, 8.3, other]}})[2] is False
+        )
     assert verdicts("momentum", good | {"momentum-0.9": near(0.4)}) == [True, False, True]
     one_is_better = good | {"momentum-0.999": near(0.25)}
     assert verdicts("momentum", one_is_better) == [True, False, True]

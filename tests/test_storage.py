@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from raycl.errors import StorageError
+from raycl.errors import ConfigError, StorageError
 from raycl.records import MetricsLog, read_metrics, read_result, write_result
 from raycl.storage import Place, absolute
 
@@ -189,10 +189,15 @@ def test_an_unknown_scheme_is_refused() -> None:
 def test_an_address_that_pathlib_has_shortened_is_refused() -> None:
     for use in (absolute, lambda address: Place(os.fspath(address)).exists()):
         with pytest.raises(
-            StorageError, match="'s3:/bucket/x': it has one slash .*; give text like 's3://bucket/x'"
+            StorageError,
+            match="'s3:/bucket/x': it has one slash .*; give a local path, or an address as text",
         ):
             use(Path("s3://bucket/x"))
-    assert absolute("a:b/c").endswith("/a:b/c")
+    with pytest.raises(ConfigError, match="contains credentials") as caught:
+        absolute(Path("s3://KEY:SECRET@bucket/x"))
+    assert ":SECRET@" not in str(caught.value)
+    for local in ("a:b/c", "C:/x"):
+        assert absolute(local).endswith(f"/{local}")
 
 
 def test_a_resumed_run_drops_the_metrics_after_its_checkpoint(tmp_path: Path) -> None:

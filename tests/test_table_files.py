@@ -502,7 +502,7 @@ BROKEN = {
     "commas_in_rows.csv": (b"text;n\nHello, world;1\n", "are separated by ';'"),
     "tabs.csv": (b"text\tn\na\t1\n", r"are separated by '\\t'; separate all fields by commas in .csv, by tabs in .tsv"),
     "empty.csv": (b"", "empty.csv holds no rows"),
-    "quotes_of_texts.tsv": (b'query\ttext\nq1\t"d1\nq2\td2\nq3\t"d3\nq4\td4\n', r'row 0 of .*quotes_of_texts.tsv has a field with tabs and newlines: .* write a quote in it as ""'),
+    "quotes_of_texts.tsv": (b'query\ttext\nq1\t"d1\nq2\td2\nq3\t"d3\nq4\td4\n', r'row 0 of .*quotes_of_texts.tsv has a field with tabs and newlines, .* or give texts with both as .csv or .jsonl'),
     "quotes_elsewhere.tsv": (b'text\tnote\na\tb\nq1\t"d1\nq2\td2\nq3\td3"\nq4\td4\n', r"row 1 of .*quotes_elsewhere.tsv has a field with tabs and newlines"),
     "surrogate.jsonl": (b'{"text": "a"}\n{"text": "\\ud83d"}\n', r"in row 1; write a whole character in place of half of one"),
     "header.csv": (b"text,n\n", "holds no rows"),
@@ -878,7 +878,7 @@ def test_empty_parts_have_no_rows(ending: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "tar"])
-def test_labels_and_ids_of_texts_may_be_missing_in_all_rows_of_a_file(ending: str, tmp_path: Path) -> None:
+def test_labels_may_be_missing_in_all_rows_of_a_file(ending: str, tmp_path: Path) -> None:
     write_rows(tmp_path / f"a.{ending}", [{"text": "a"}])
     write_rows(tmp_path / f"b.{ending}", [{"text": "b", "label": "cat"}, {"text": "c"}])
     source = find_source(str(tmp_path), TEXTS)
@@ -888,11 +888,25 @@ def test_labels_and_ids_of_texts_may_be_missing_in_all_rows_of_a_file(ending: st
 
 
 def test_integers_and_texts_as_labels_of_typed_files_are_refused(tmp_path: Path) -> None:
-    for name, label in {"a": 1, "b": "x"}.items():
-        pq.write_table(pa.table({"text": [name], "label": [label]}), tmp_path / f"{name}.parquet")
-    with pytest.raises(
-        DataError, match=r"labels are integers in .*a.parquet and string in .*b.parquet; give"
-    ):
+    pq.write_table(pa.table({"text": ["c"], "label": pa.nulls(1)}), tmp_path / "0.parquet")
+    for integers, texts in ("ab", "ba"):
+        for name, label in {integers: 1, texts: "x"}.items():
+            pq.write_table(pa.table({"text": [name], "label": [label]}), tmp_path / f"{name}.parquet")
+        message = rf"labels are integers in .*{integers}.parquet and string in .*{texts}.parquet; give"
+        with pytest.raises(DataError, match=message):
+            find_source(str(tmp_path), TEXTS)
+
+
+def test_empty_lines_before_the_header_are_skipped(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"\n\r\ntext,n\na,1\n")
+    write_rows(tmp_path / "b.csv", [{"text": "b", "n": 2}])
+    assert read(find_source(str(tmp_path), TEXTS))["text"] == [b"a", b"b"]
+
+
+def test_ids_of_rows_in_some_files_alone_are_refused(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.jsonl", [{"text": "a"}])
+    write_rows(tmp_path / "b.jsonl", [{"text": "b", "sample_id": 7}])
+    with pytest.raises(DataError, match="differ in their label or id columns"):
         find_source(str(tmp_path), TEXTS)
 
 

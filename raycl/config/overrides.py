@@ -302,8 +302,8 @@ def parse_setting(setting: str) -> tuple[str, Any]:
         parsed = _read_yaml(value)
     except yaml.YAMLError:
         raise ConfigError(f"--set {path}: {value!r} is not valid YAML; quote it") from None
-    if parsed is None and value.strip() not in _NULLS:
-        problem = "begins a comment of YAML; quote it" if value.strip() else "is no value; give null for none"
+    if parsed is None and value.partition("#")[0].strip() not in _NULLS:
+        problem = "is a comment of YAML; quote it" if value.strip() else "is no value; give null for none"
         raise ConfigError(f"--set {path}: {value!r} {problem}")
     return path.strip(), parsed
 

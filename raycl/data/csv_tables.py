@@ -79,10 +79,10 @@ class CsvTables:
 
 
 def _header(place: Place) -> str:
-    """Return the first line, empty for an empty file."""
+    """Return the first line that is not empty, an empty text if there is none."""
     with _reading(place), open_text(place) as stream:
         lines = stream.read(_MOST_HEADER_BYTES).decode(errors="replace").splitlines()
-    return lines[0].lstrip("\ufeff") if lines else ""
+    return next(filter(None, (line.lstrip("\ufeff") for line in lines)), "")
 
 
 def _check_delimiter(place: Place, header: str, columns: ColumnNames) -> None:
@@ -150,8 +150,8 @@ def _check_not_joined(place: Place, batch: pa.RecordBatch, first: int) -> None:
             # The end of a file within quotes has an error of its own.
             if value and b"\t" in value and b"\n" in value and _LAST not in value:
                 raise DataError(
-                    f"row {row} of {place} has a field with tabs and newlines: a quote begins it, and the next quote ends "
-                    'it; put such a text in quotes, and write a quote in it as ""'
+                    f"row {row} of {place} has a field with tabs and newlines, as between two quotes that are part of texts; "
+                    'put such texts in quotes, with "" for a quote, or give texts with both as .csv or .jsonl'
                 )
 
 

@@ -6,14 +6,14 @@ import posixpath
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pyarrow as pa
 
 from raycl.data.arrow_tables import unread_files
-from raycl.data.columns import ColumnNames
+from raycl.data.columns import ColumnNames, is_text
 from raycl.data.delta_tables import LOG, delta_files
 from raycl.data.iceberg_tables import METADATA, find_metadata, open_iceberg
 from raycl.data.images import EXTENSIONS
@@ -293,7 +293,7 @@ def _table_source(
         check(each.place, each.schema)
     # A file without rows may have no columns either.
     tables = [each for each in tables if each.schema.names or sum(each.group_sizes)]
-    tables = _with_all_columns(tables) if kind in _WITH_KEYS else tables
+    tables = _with_all_columns(tables, columns) if kind in _WITH_KEYS else tables
     ignored_label = _ignored_label([each.schema for each in tables], columns)
     asked = columns
     found = [_check_columns(each, asked, reads_label=not ignored_label) for each in tables]
@@ -339,9 +339,13 @@ def _table_source(
     )
 
 
-def _with_all_columns(tables: Sequence[TableFile]) -> list[TableFile]:
-    """Add the columns of other files to each, which lacks their keys in all rows: their values are missing."""
-    names = dict.fromkeys(name for each in tables for name in each.schema.names)
+def _with_all_columns(tables: Sequence[TableFile], columns: ColumnNames) -> list[TableFile]:
+    """Add the columns of other files to each, which lacks their keys in all rows: their values are missing.
+
+    No id of a row may be missing.
+    """
+    sample_id = columns.sample_id or "sample_id"
+    names = {name: None for each in tables for name in each.schema.names if name != sample_id}
     schemas = [
         pa.unify_schemas([each.schema, pa.schema([(name, pa.null()) for name in names])]) for each in tables
     ]
@@ -365,13 +369,10 @@ def _classes(
     floats = [str(kind) for kind in kinds if pa.types.is_floating(kind)]
     # A file without any label does not determine whether labels are integers.
     first = next((kind for kind in kinds if not pa.types.is_null(kind)), pa.null())
-    if are_numbers(first) and not floats:
-        for each, found in zip(tables, kinds, strict=False):
-            if not (are_numbers(found) or pa.types.is_null(found)):
-                raise DataError(
-                    f"labels are integers in {tables[0].place} and {found} in {each.place}; give integers or text in all files"
-                )
-        return None, ""
+    if not floats:
+        _check_one_kind({str(each.place): kind for each, kind in zip(tables, kinds, strict=False)})
+        if are_numbers(first):
+            return None, ""
     with ThreadPoolExecutor(8) as pool:
         distinct = list(
             pool.map(lambda each: distinct_labels(reader.column(each.place, label, types)), tables)
@@ -384,6 +385,16 @@ def _classes(
         if other is not None:
             return None, floats[0]
     return None, ""
+
+
+def _check_one_kind(kinds: Mapping[str, pa.DataType]) -> None:
+    """Raise if the labels of some files are integers and those of others text; ``kinds`` are by file."""
+    numbers = [place for place, kind in kinds.items() if are_numbers(kind)]
+    texts = [place for place, kind in kinds.items() if is_text(kind) and not pa.types.is_null(kind)]
+    if numbers and texts:
+        raise DataError(
+            f"labels are integers in {numbers[0]} and {kinds[texts[0]]} in {texts[0]}; give integers or text in all files"
+        )
 
 
 def _check_links(places: Sequence[Place]) -> None:

@@ -13,7 +13,7 @@ from raycl.errors import DataError
 Value = TypeVar("Value")
 Text = TypeVar("Text", bound=Hashable)
 
-SPARE = 50  # fewest further candidates, since the nearest may be too near
+SPARE, _MOST_SPARE = 50, 512  # further candidates, since the nearest may be too near
 _FEWEST = 64  # explicit negatives of a pair, if the pairs of a query share them
 _MANY, _LARGE_PART = 100, 0.1  # texts of an entity
 
@@ -142,8 +142,12 @@ class Matches(Generic[Text]):
 
     @property
     def spare(self) -> int:
-        """How many further candidates to search: explicit negatives, often the nearest, take up half of them at most."""
-        return max(SPARE, *(2 * len(each) for each in self._explicit.values()))
+        """How many further candidates to search: at least half as many as usual without the explicit negatives of a pair.
+
+        Explicit negatives are often the nearest. A pair with more than the limit allows may get no others.
+        """
+        most = max(map(len, self._explicit.values()))
+        return max(SPARE, min(most + SPARE // 2, _MOST_SPARE))
 
     def notices(self) -> list[str]:
         """Return lines about queries and documents of which a large part is one entity, and queries without negatives."""

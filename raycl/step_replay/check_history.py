@@ -96,11 +96,6 @@ class ChainedHistory:
         return f"{len(links)} links, starts of workers: {len(self.starts)}, {links[-1]['step']:,} steps"
 
     def _check_files(self) -> str:
-        # The other way around, the machine had no bfloat16. The precision sets how close a step must be.
-        if self.starts[-1]["precision"] != "float32" and self.run.config.tower_precision == "float32":
-            raise DataError(
-                f"the precision is float32 in {CONFIG}, and {self.starts[-1]['precision']} in {CHAIN}"
-            )
         bound = dict(self.starts[-1]["files"])
         bound |= self.links[-1]["files"] if self.is_finished else {}
         found = sha256_of_files(self.run.output, bound)
@@ -114,7 +109,17 @@ class ChainedHistory:
                         "before they started again; in that case continue the run with --resume"
                     )
                 raise DataError(f"{name} {how} since the run wrote it")
+        self._check_precision()
         return ", ".join(bound)
+
+    def _check_precision(self) -> None:
+        """Raise if the chain names a lower precision than the settings do: it decides how close a step must be."""
+        asked = self.run.config.precision
+        for start in self.starts:
+            # A machine without bfloat16 trains in float32, and --resume may add or remove GPUs.
+            is_float32 = asked == "float32" or (asked == "auto" and start["device"] == "cpu")
+            if is_float32 and start["precision"] != "float32":
+                raise DataError(f"the precision is float32 in {CONFIG}, and {start['precision']} in {CHAIN}")
 
     def _check_log(self) -> str:
         lines = (self.run.output / METRICS).read_text().splitlines()
