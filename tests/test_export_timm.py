@@ -82,7 +82,7 @@ def own_vit(**_: Any) -> nn.Module:
 def test_a_vit_of_the_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYCL_TRUSTED", "tests")
     run = write_images_run(tmp_path / "run", "tests.test_export_timm:own_vit", representation_dim=64)
-    with pytest.raises(
-        ConfigError, match="timm does not have tests.test_export_timm:own_vit; use --to torchvision"
-    ):
-        export_encoder(run, str(tmp_path / "out"), to="timm")
+    for package in ("timm", "torchvision"):
+        message = f"to {package}: the network tests.test_export_timm:own_vit is your own; load it with raycl"
+        with pytest.raises(ConfigError, match=message):
+            export_encoder(run, str(tmp_path / "out"), to=package)
