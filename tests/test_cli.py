@@ -98,6 +98,17 @@ def test_sigterm_interrupts_a_command_and_a_second_one_keeps_its_status() -> Non
     assert errors == "raycl: interrupted by SIGTERM; resume a run of `raycl train` with --resume\n"
 
 
+def test_a_job_refuses_a_second_data_set_as_its_command_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--run", "run", "--data", "a", "--data", "b", "--output", "new"]
+    monkeypatch.setattr(sys, "argv", ["jobs/embed.py", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(str(Path(__file__).parents[1] / "jobs" / "embed.py"), run_name="__main__")
+    assert caught.value.code == 2
+    assert "--data is given 2 times, and embed.py takes one data set" in capsys.readouterr().err
+
+
 def test_recipes_are_listed_and_their_printed_yaml_can_be_loaded(raycl) -> None:
     status, out, _ = raycl("recipes")
     assert status == 0

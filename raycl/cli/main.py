@@ -257,7 +257,7 @@ def run_job(command: Callable[..., None] | typer.Typer) -> NoReturn:
     if isinstance(command, typer.Typer):
         _run(command)
     job = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    job.command()(command)
+    job.command(cls=OneDataSet)(command)
     _run(job)
 
 
