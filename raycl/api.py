@@ -73,8 +73,7 @@ def train(
         raise ConfigError("the list of data sets is empty; give at least one")
     flags = run_flags(workers=workers, gpu=gpu, epochs=epochs, steps=steps, batch_size=batch_size, seed=seed)
     if like is not None or recipe is None:
-        name = "of a configuration" if isinstance(recipe, RunConfig) else str(recipe)
-        recipe = recipe_like(None if recipe is None else name, like)
+        recipe = _recipe_like(recipe, like)
     config, sources, notes = plan_run(
         _named(recipe),
         data=uris or datasets,
@@ -213,6 +212,12 @@ def _check_objects(datasets: list[Any], encoder: object) -> None:
             )
 
 
+def _recipe_like(recipe: Address | RunConfig | None, like: str | None) -> str:
+    """Return the recipe of another library's configuration; raises ``ConfigError`` for two recipes or none."""
+    name = "of a configuration" if isinstance(recipe, RunConfig) else str(recipe)
+    return recipe_like(None if recipe is None else name, like)
+
+
 def _named(recipe: Address | RunConfig) -> str | RunConfig:
     return recipe if isinstance(recipe, RunConfig) else str(recipe)
 
@@ -329,9 +334,13 @@ def run_doctor(
     *,
     data: Address | None = None,
     output: Address | None = None,
+    like: str | None = None,
     workers: int | str | None = None,
     gpu: bool | None = None,
+    epochs: int | None = None,
+    steps: int | None = None,
     batch_size: int | None = None,
+    seed: int | None = None,
     settings: Settings = (),
     address: str | None = None,
     quiet: bool = True,
@@ -342,7 +351,9 @@ def run_doctor(
     A result is ``good`` or has a ``remedy``. The options have the meaning of ``train``'s; without a recipe,
     ``settings`` may only name the columns of ``data``. Raises ``ConfigError`` for an unknown setting.
     """
-    flags = run_flags(workers=workers, gpu=gpu, batch_size=batch_size)
+    flags = run_flags(workers=workers, gpu=gpu, epochs=epochs, steps=steps, batch_size=batch_size, seed=seed)
+    if like is not None:
+        recipe = _recipe_like(recipe, like)
     checks = examine(
         recipe, flags, settings=settings, data=data, output=output, address=address, quiet=quiet, debug=debug
     )
@@ -365,7 +376,8 @@ def examine(
     uri = optional_address("data", data)
     if recipe is None and flags:
         raise ConfigError(
-            "--workers, --gpu and --batch-size need a recipe; give one, for example raycl doctor simclr"
+            "--workers, --gpu, --epochs, --steps, --batch-size and --seed need a recipe; give one, for example "
+            "raycl doctor simclr"
         )
     columns = command_settings("doctor", settings).get("columns") if recipe is None else None
     from raycl.doctor import DoctorRequest, examinations

@@ -16,7 +16,20 @@ import typer
 
 import raycl
 from raycl.cli.bank import bank
-from raycl.cli.options import OF_RECIPE, Address, BatchSize, Debug, Gpu, OneDataSet, Setting, Workers
+from raycl.cli.options import (
+    OF_RECIPE,
+    Address,
+    BatchSize,
+    Debug,
+    Epochs,
+    Gpu,
+    Like,
+    OneDataSet,
+    Seed,
+    Setting,
+    Steps,
+    Workers,
+)
 from raycl.cli.runs import certify, embed, evaluate, export, mine, replay, report, runs
 from raycl.cli.serve import explore
 from raycl.errors import ConfigError, DataError, RayclError, StoppedError, StorageError
@@ -103,20 +116,13 @@ def train(
         ),
     ],
     output: Annotated[str, typer.Option(help="Folder of the run; local or s3://.")],
-    like: Annotated[
-        str | None,
-        typer.Option(
-            help="Instead of a recipe, train as another library does: lightly:simclr, open_clip:vit-b-32 or st:mnrl."
-        ),
-    ] = None,
+    like: Like = None,
     workers: Workers = None,
     gpu: Gpu = False,
-    epochs: Annotated[int | None, typer.Option(help="Passes over the data.", show_default=OF_RECIPE)] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimization steps, instead of epochs.")] = None,
+    epochs: Epochs = None,
+    steps: Steps = None,
     batch_size: BatchSize = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed of weights, order and views.", show_default=OF_RECIPE)
-    ] = None,
+    seed: Seed = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint.")] = False,
     settings: Setting = None,
     address: Address = None,
@@ -221,9 +227,13 @@ def doctor(
     output: Annotated[
         str | None, typer.Option(help="Folder that every node must be able to write to; local or s3://.")
     ] = None,
+    like: Like = None,
     workers: Workers = None,
     gpu: Gpu = False,
+    epochs: Epochs = None,
+    steps: Steps = None,
     batch_size: BatchSize = None,
+    seed: Seed = None,
     settings: Setting = None,
     address: Address = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
@@ -232,8 +242,13 @@ def doctor(
     """Check the cluster, the storage, the data and the recipe; print one line per check, with a remedy."""
     from raycl.api import examine
     from raycl.cli.plan import run_flags
+    from raycl.recipes import recipe_like
 
-    flags = run_flags(workers=workers, gpu=gpu or None, batch_size=batch_size)
+    flags = run_flags(
+        workers=workers, gpu=gpu or None, epochs=epochs, steps=steps, batch_size=batch_size, seed=seed
+    )
+    if like is not None:
+        recipe = recipe_like(recipe, like)
     results = []
     for result in examine(
         recipe, flags, settings=settings or [], data=data, output=output, address=address, debug=debug

@@ -22,6 +22,15 @@ Workers = Annotated[
 BatchSize = Annotated[
     int | None, typer.Option(help="Rows per step over all workers.", show_default=OF_RECIPE)
 ]
+Like = Annotated[
+    str | None,
+    typer.Option(
+        help="Instead of a recipe, train as another library does: lightly:simclr, open_clip:vit-b-32 or st:mnrl."
+    ),
+]
+Epochs = Annotated[int | None, typer.Option(help="Passes over the data.", show_default=OF_RECIPE)]
+Steps = Annotated[int | None, typer.Option(help="Optimization steps, instead of epochs.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of weights, order and views.", show_default=OF_RECIPE)]
 Run = Annotated[str, typer.Option(help="The --output of a run.")]
 Side = Annotated[str, typer.Option(help="With two towers: query or key.")]
 BankName = Annotated[str, typer.Argument(help="Name of the bank; see `raycl bank list`.")]
