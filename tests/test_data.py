@@ -294,8 +294,8 @@ def test_sources_without_rows_are_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "single.PNG").write_bytes(b"x")
     for name, message in (
         ("missing", "there is nothing at"),
-        ("empty", "holds no images and no parquet, Arrow or tar files"),
-        ("texts", "holds no images and no parquet, Arrow or tar files"),
+        ("empty", "holds no images and no files of rows"),
+        ("texts", "holds no images and no files of rows"),
         ("rows.parquet", "holds no rows"),
         ("bad.parquet", "as parquet"),
         (

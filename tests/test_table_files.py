@@ -762,6 +762,16 @@ def test_a_folder_of_images_may_have_other_tables_beside_them(tmp_path: Path) ->
     assert (source.kind, source.num_rows, source.ignored) == ("folder", 1, ((".csv", 1),))
 
 
+@pytest.mark.parametrize("ending", ["csv", "jsonl"])
+def test_a_folder_of_tables_of_image_paths_is_a_data_set(ending: str, tmp_path: Path) -> None:
+    for number, name in enumerate(("a", "b")):
+        rows = [{"image": str(tmp_path / "elsewhere" / "gone.png"), "label": number}]
+        (tmp_path / "tables").mkdir(exist_ok=True)
+        write_rows(tmp_path / "tables" / f"{name}.{ending}", rows)
+    source = find_source(str(tmp_path / "tables"))
+    assert (source.kind, source.num_rows, source.has_labels) == (ending, 2, True)
+
+
 @pytest.mark.parametrize("ending", ["parquet", "csv", "jsonl", "arrow", "tar"])
 @pytest.mark.parametrize(
     ("name", "columns"),

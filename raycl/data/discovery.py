@@ -218,7 +218,8 @@ def _folder_source(root: Place, columns: ColumnNames) -> Source:
     """Return the rows of a folder, which may hold other files too."""
     only_images = set(columns.contents) == {"image"}
     # The first of these kinds that the folder holds is read, unless it holds two of one group.
-    kinds = ("parquet",), ("folder",) if only_images else ("csv", "jsonl"), ("arrow", "tar")
+    lines, shards = ("csv", "jsonl"), ("arrow", "tar")  # beside images, a table of lines often describes them
+    kinds = ("parquet",), *((("folder",), shards, lines) if only_images else (lines, shards))
     files = [path for path, _ in root.files(underscored=EXTENSIONS)]  # cameras write _DSC0001.JPG
     unread, found = unread_files(root.uri, files), dict[str | None, list[str]]()
     for path in files:
@@ -230,7 +231,7 @@ def _folder_source(root: Place, columns: ColumnNames) -> Source:
         raise DataError(f"{root} holds files of several formats ({counts}); give a folder of one format")
     if kind is None and only_images:
         raise DataError(
-            f"{root} holds no images and no parquet, Arrow or tar files ({len(files)} other files); "
+            f"{root} holds no images and no files of rows ({FORMATS}), but {len(files)} other files; "
             f"known endings of images are {', '.join(sorted(EXTENSIONS))}"
         )
     if kind is None:
