@@ -40,12 +40,20 @@ def described(**changes: Any) -> dict[str, Any]:
         {"stages.1.workers": 2, "stages.0.chunk_size": 64, "stages.0.activation_checkpoint_every": 1},
         {"stages.2.batch_size": 1024, "stages.2.loss": "hinge"},
         {"monitor.on_collapse": "stop", "checkpoints.keep": 5, "log_every_steps": 1},
+        {"data.max_invalid_fraction": 0.5},  # as the error of too many invalid rows advises
     ],
 )
 def test_settings_without_effect_on_views_and_weights_may_change(
     output: str, settings: dict[str, Any]
 ) -> None:
     check_output(run_of(**settings), Place(output), resume=True)
+
+
+def test_a_bank_may_get_another_name(tmp_path: Path) -> None:
+    # Another run may have taken the first name in the meantime.
+    queue = raycl.recipe("moco_v2", image_size=32)
+    (tmp_path / "config.yaml").write_text(config_to_yaml(queue))
+    check_output(raycl.override(queue, {"bank.name": "other"}), Place(str(tmp_path)), resume=True)
 
 
 def test_settings_that_a_permitted_change_ends_or_starts_do_not_count(tmp_path: Path) -> None:

@@ -36,7 +36,8 @@ from raycl.tracking.trackers import check_trackers
 MAY_CHANGE = re.compile(
     r"workers|min_workers|gpu|accelerator|autoscaling|cpus_per_worker|stages\.\d+\.(workers|chunk_size|cached_chunks|activation_checkpoint_every)|"
     r"momentum_encoder\.(location|actors|min_actors|cpus_per_actor|gpus_per_actor|node_label|ahead|publish_every|max_age)|"
-    r"checkpoints\..*|monitor\..*|tracking\..*|data\.cache|bank\.(detached|max_staleness|timeout_s)|"
+    r"checkpoints\..*|monitor\..*|tracking\..*|data\.(cache|max_invalid_fraction)|"
+    r"bank\.(name|detached|max_staleness|timeout_s)|"
     r"negatives\.mined\.(actors|min_actors|cpus_per_actor|gpus_per_actor|node_label|refresh)|log_every_steps|max_failures"
 )
 _CHUNKS = re.compile(r"stages\.\d+\.(chunk_size|cached_chunks|activation_checkpoint_every)")
