@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raycl.errors import ConfigError, StorageError
+from raycl.errors import ConfigError, RunError, StorageError
 from raycl.negatives import KeyQueue, MemoryBank, snapshot, stats
 from raycl.negatives.actor import BankActor, MemoryBankActor, QueueActor, Update
 from raycl.negatives.bank import Bank
@@ -45,7 +45,7 @@ IDS = np.array([3, -5, 10, 11, 40, 41, 42])
 NO_SLOTS = IDS[:0]
 
 
-def a_spec(kind: Any = "queue", output: str | Path = "unused", **changed: Any) -> BankSpec:
+def a_spec(kind: Any = "queue", output: str | Path = ".", **changed: Any) -> BankSpec:
     size = {"capacity": 12 if kind == "queue" else len(IDS)}
     return BankSpec(**{"name": "bank", "kind": kind, "dim": DIM, "output": str(output), **size, **changed})
 
@@ -134,6 +134,15 @@ def test_a_queue_is_restored_from_its_snapshot(tmp_path: Path, num_rows: int) ->
     restarted = QueueActor(a_spec(output=tmp_path))
     restarted.restore(4, 1)
     assert state_of(restarted) == state_of(queue)
+
+
+def test_a_shard_on_a_node_without_the_folder_of_the_run_says_so(tmp_path: Path) -> None:
+    actor = QueueActor(a_spec(output=tmp_path / "on another disk"))
+    with pytest.raises(
+        RunError, match="does not have the folder .* give a folder that all nodes share"
+    ) as error:
+        actor.info()
+    message_of(error)
 
 
 def test_a_queue_of_several_shards_of_an_earlier_version_is_refused(tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ class BankActor(ABC, Generic[Store]):
     def load_once(self) -> None:
         """Restore the current snapshot, unless that was done; raises as ``restore`` does."""
         if self._store is None:
+            snapshot.check_visible(self._spec)
             current = snapshot.read_current(self._spec)
             self._attempt = current.attempt
             self._load(current.step)

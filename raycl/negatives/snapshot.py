@@ -12,6 +12,7 @@ lists the steps in the chains of all shards, which pruning must keep.
 import contextlib
 import json
 import re
+import socket
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raycl.errors import ConfigError, StorageError, first_line
+from raycl.errors import ConfigError, RunError, StorageError, first_line
 from raycl.negatives.queue import KeyQueue
 from raycl.negatives.spec import BankSpec
 from raycl.negatives.store import Negatives, State, concatenate
@@ -100,6 +101,16 @@ class Chain:
         if len(self.steps) == 1:
             return own
         return own | {"after_step": str(before.steps[-1]), "after_id": before.id}
+
+
+def check_visible(spec: BankSpec) -> None:
+    """Raise ``RunError`` on a node that does not have the folder of the run."""
+    output = Place(spec.output)
+    if output.is_local and not output.is_folder():
+        raise RunError(
+            f"a shard of the bank {spec.name!r} runs on the node {socket.gethostname()}, which does not have the folder "
+            f"{output}; give a folder that all nodes share, or s3://BUCKET/PREFIX, as --output"
+        )
 
 
 def read_current(spec: BankSpec) -> Current:
