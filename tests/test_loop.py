@@ -172,6 +172,17 @@ def begin(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Begin:
     return trainer
 
 
+@pytest.mark.parametrize(("reserved", "expected"), [(None, 4), (3.0, 3), (0.5, 1), (16.0, 4)])
+def test_a_worker_uses_its_share_of_the_cores_up_to_its_reserved_cpus(
+    reserved: float | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = MagicMock()
+    ray.train.get_context.return_value.get_local_world_size.return_value = 2
+    monkeypatch.setattr(loop, "ray", ray)
+    monkeypatch.setattr(loop, "available_cores", lambda: 8)
+    assert loop._num_threads(reserved) == expected
+
+
 def test_a_warning_of_a_collapse_does_not_read_the_epoch_again(begin: Begin) -> None:
     trainer, run = begin({"checkpoints.every_steps": 2}, collapses={2})
     trainer.run()

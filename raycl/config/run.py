@@ -65,7 +65,7 @@ class RunConfig(Section):
     """Whether the cluster grows on demand; otherwise a run that does not fit is refused."""
 
     cpus_per_worker: Positive | None = None
-    """CPUs reserved per worker; default: 1, or less on a small cluster."""
+    """CPUs reserved per worker, and its limit of threads; by default 1, or less on a small cluster, and no limit."""
 
     accelerator: str | None = None
     """Required GPU type, by Ray's name, such as ``H100``; default: any."""

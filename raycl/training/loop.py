@@ -41,7 +41,7 @@ def run_worker(settings: dict[str, ray.ObjectRef]) -> Outcome | None:
     """Train on this worker; return the outcome of the group, which the first worker reports."""
     gc.freeze()  # the modules, which stay
     job: Job = ray.get(settings["job"])
-    prepare_process(max(1, available_cores() // ray.train.get_context().get_local_world_size()))
+    prepare_process(_num_threads(job.config.cpus_per_worker))
     _keep_standbys(job)
     # Ray Train replaces all workers if one of them dies, so the first one sends heartbeats for all.
     heartbeats = (
@@ -55,6 +55,12 @@ def run_worker(settings: dict[str, ray.ObjectRef]) -> Outcome | None:
         trainer = Trainer(job, restored, ray.train.torch.get_device(), stop_requested)
         del restored  # a copy of the weights, moments and rows, which training would hold to its end
         return trainer.run()
+
+
+def _num_threads(cpus_per_worker: float | None) -> int:
+    """Return this worker's share of the node's cores, at most the CPUs that the user reserved for it."""
+    cores = available_cores() // ray.train.get_context().get_local_world_size()
+    return max(1, cores if cpus_per_worker is None else min(cores, int(cpus_per_worker)))
 
 
 def _keep_standbys(job: Job) -> None:
