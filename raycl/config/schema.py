@@ -65,7 +65,7 @@ class Columns(Section):
     """
 
     image: str = "image"
-    """Encoded images (JPEG, PNG, ...): bytes, or a struct with ``bytes``."""
+    """Encoded images (JPEG, PNG, ...), or their paths: bytes, a struct with ``bytes`` or ``path``, or texts."""
 
     text: str = "text"
     """Texts; a list of texts holds alternatives with the same meaning."""
@@ -98,7 +98,7 @@ class Columns(Section):
     """Integer or text labels: classes for the evaluation, or 1 and 0 for clicked and skipped documents."""
 
     sample_id: str | None = None
-    """Integer ids of the samples, by which a bank is queried."""
+    """Ids of the samples, integers or texts, by which a bank is queried."""
 
 
 @final
