@@ -878,6 +878,20 @@ def test_training_data_that_changed_are_not_shown(
     assert is_shown()  # an id of its own means one row
 
 
+def test_a_click_log_is_not_shown_by_the_ids_of_its_pairs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, texts = write_run(tmp_path / "run", method="two_tower"), invented_texts(8, seed=1)
+    write_snapshots(folder, document=texts, query=texts, num_samples=8)
+    pairs, data = {"query": texts, "document": texts}, str(tmp_path / "pairs.parquet")
+    (folder / "data.json").write_text(json.dumps({"data": data, "num_rows": 8}))
+    for columns, is_shown in ((pairs, True), (pairs | {"label": [1] * 8}, False)):
+        pq.write_table(pa.table(columns), data)
+        found = saved_explorer(str(folder), embeddings=None, data=None)
+        assert found.stats().shows_samples == is_shown
+        assert (f"shows ids only: {data} is a click log" in capsys.readouterr().err) != is_shown
+
+
 def test_a_run_does_not_choose_the_endpoint_of_its_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

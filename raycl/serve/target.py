@@ -145,21 +145,29 @@ def _viewer(data: str, columns: ColumnNames, *, max_pixels: int) -> SampleViewer
 
 
 def _training_data(run: Place, columns: ColumnNames, *, max_pixels: int) -> SampleViewer | None:
-    """Show the training data of a run by the ids of the run; None, with a line about the reason, if they have changed."""
+    """Show the training data of a run by its ids; None, with a line about the reason, if their rows have other ids."""
     with contextlib.suppress(RayclError, ValueError, KeyError, TypeError):  # the data may have moved
         described = json.loads((run / DATA).read_text())
         trained_on = described["data"]
         # Neither several data sets nor a Ray Dataset; a run of others must not choose an endpoint or a key.
         if isinstance(trained_on, str) and not {"?", "@"} & set(trained_on):
             viewer = SampleViewer(trained_on, columns, max_pixels=max_pixels)
-            if _has_rows_of(viewer.source, described):
+            if not (reason := _why_other_ids(viewer.source, described)):
                 return viewer
-            print(
-                f"the page shows ids only: the files of {trained_on} have changed since the run, and ids would show "
-                "other samples; restore them, or give the data of the run by --data",
-                file=sys.stderr,
-            )
+            print(f"the page shows ids only: {reason}", file=sys.stderr)
     return None
+
+
+def _why_other_ids(source: Source, described: Mapping[str, Any]) -> str:
+    """Return why the rows of a source have other ids than the samples of the run; empty if they have the same."""
+    if source.columns.query is not None and source.columns.label is not None:
+        return f"{source.uri} is a click log, and its pairs have ids that its rows do not have"
+    if not _has_rows_of(source, described):
+        return (
+            f"the files of {source.uri} have changed since the run, and ids would show other samples; restore them, or "
+            "give the data of the run by --data"
+        )
+    return ""
 
 
 def _has_rows_of(source: Source, described: Mapping[str, Any]) -> bool:
