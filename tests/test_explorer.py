@@ -827,6 +827,22 @@ def test_an_encoder_of_its_users_own_answers_queries_by_id_alone(tmp_path: Path)
     assert (code, "network of your own" in detail, detail.endswith("query by id")) == (400, True, True)
 
 
+def test_embeddings_of_zeros_are_skipped_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = unit_rows(6, 0)
+    rows[[1, 4]] = 0
+    pq.write_table(
+        pa.table({"sample_id": list(range(6)), "representation": list(rows)}), tmp_path / "a.parquet"
+    )
+    found = read_embedded(str(tmp_path), str(tmp_path))
+    assert capsys.readouterr().err == f"2 embeddings in {tmp_path} are zero and were skipped\n"
+    assert sorted(found.nearest_of(0, 6).sample_id.tolist()) == [2, 3, 5]
+    pq.write_table(pa.table({"sample_id": [1], "representation": [[0.0, 0.0]]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="has no rows"):
+        read_embedded(str(tmp_path), str(tmp_path))
+
+
 def test_embeddings_of_several_widths_are_refused(tmp_path: Path) -> None:
     for dim in (4, 8):
         table = pa.table(
