@@ -317,6 +317,12 @@ def test_skipped_rows_and_lines_that_are_not_json_are_counted(tmp_path: Path) ->
     assert re.search(r"repeated\s+7\s+valid", text)
 
 
+def test_a_run_without_skipped_rows_does_not_claim_to_have_used_all(tmp_path: Path) -> None:
+    text = page_of(write_run(tmp_path, settings={"stages.0.epochs": None, "stages.0.steps": 5})).text
+    assert "None: no invalid row was found, and no row was skipped." in text
+    assert "every row" not in text
+
+
 def test_steps_undone_by_a_rollback_are_separate_curves() -> None:
     lines = [line_of(step) for step in (10, 20, 30)]
     lines.append({"step": 10, "event": ROLLBACK, "text": "went back"})
