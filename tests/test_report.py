@@ -37,7 +37,7 @@ from raycl.provenance import read_commands, save_command_line, typed
 from raycl.records import ROLLBACK
 from raycl.report import plots
 from raycl.report.history import read_history
-from raycl.report.page import query_neighbors, render_comparison
+from raycl.report.page import make_notes, query_neighbors, render_comparison
 from raycl.report.plots import downsample
 from raycl.report.run import read_run
 from raycl.report.sections import batch_sizes, learning_panels
@@ -315,6 +315,34 @@ def test_skipped_rows_and_lines_that_are_not_json_are_counted(tmp_path: Path) ->
     assert "Damaged lines of metrics.jsonl were skipped: 5." in text
     assert re.search(r"not an image\s+1,234\s+invalid", text)
     assert re.search(r"repeated\s+7\s+valid", text)
+
+
+FEW = "0 held-out pairs and 40 to compare them with are too few for 1 worker"
+
+
+@pytest.mark.parametrize(
+    ("method", "result", "reason"),
+    [
+        ("two_tower", {"status": "finished", "notices": ["other", f"{FEW}: no periodic recall"]}, FEW),
+        ("two_tower", {"status": "finished"}, "too few pairs were held out"),
+        ("simclr", {"status": "finished"}, "the samples have no labels, or too few were held out"),
+        (
+            "two_tower",
+            {"status": "running"},
+            "too few pairs were held out, or the first evaluation is yet to come",
+        ),
+        (
+            "two_tower",
+            {"status": "failed"},
+            "too few pairs were held out, or the run ended before the first evaluation",
+        ),
+    ],
+)
+def test_a_run_without_evaluation_has_the_reason(
+    method: str, result: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    run = read_run(str(write_run(tmp_path, [line_of(10)], method=method, result=result)))
+    assert f"The run has no periodic evaluation: {reason}." in [note.text for note in make_notes(run)]
 
 
 def test_a_run_without_skipped_rows_does_not_claim_to_have_used_all(tmp_path: Path) -> None:

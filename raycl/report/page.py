@@ -8,7 +8,7 @@ from typing import final
 import numpy as np
 
 from raycl.errors import ConfigError
-from raycl.records import ROLLBACK
+from raycl.records import NOT_EVALUATED, ROLLBACK
 from raycl.report import sections
 from raycl.report.plots import NUM_HUES, NUM_STYLES, SVG_DASHES
 from raycl.report.render import render_template
@@ -182,9 +182,16 @@ def _missing_notes(run: Run) -> Iterator[Note]:
 def _why_not_evaluated(run: Run) -> str:
     if run.config.evaluation.every_epochs == 0:
         return "evaluation.every_epochs is 0"
-    if run.config.has_two_towers:
-        return "too few pairs were held out, or the first evaluation is yet to come"
-    return "the samples have no labels, or the first evaluation is yet to come"
+    for notice in run.result.get("notices") or []:
+        reason, separator, _ = str(notice).partition(NOT_EVALUATED)
+        if separator:
+            return reason
+    reason = "too few pairs were held out"
+    if not run.config.has_two_towers:
+        reason = "the samples have no labels, or too few were held out"
+    if run.status == "running":
+        return f"{reason}, or the first evaluation is yet to come"
+    return reason if run.status == "finished" else f"{reason}, or the run ended before the first evaluation"
 
 
 def _why_no_snapshots(run: Run) -> str:
