@@ -421,6 +421,22 @@ def test_a_rolled_back_run_shows_events_with_marks(tmp_path: Path) -> None:
     assert "rolled back once" in text
 
 
+def test_a_snapshot_of_an_undone_step_is_noted_until_the_step_is_made_again(tmp_path: Path) -> None:
+    rolled_back = [
+        line_of(200),
+        line_of(210),
+        {"step": 100, "event": ROLLBACK, "text": "went back from step 210"},
+    ]
+    for name, lines, is_noted in (
+        ("undone", [*rolled_back, line_of(190)], True),
+        ("made", [*rolled_back, line_of(200)], False),
+        ("earlier", [line_of(190), *rolled_back[2:]], False),  # the snapshot is of step 200
+    ):
+        write_snapshots(write_run(tmp_path / name, lines))
+        texts = [note.text for note in make_notes(read_run(str(tmp_path / name)))]
+        assert ("The latest embeddings are from step 200, which a rollback undid." in texts) == is_noted
+
+
 def test_drawings_name_the_stages_and_their_batch_size(tmp_path: Path) -> None:
     lines = [line_of(step, stage=int(step > 50)) for step in range(10, 101, 10)]
     write_run(tmp_path, lines, settings={"stages.1.batch_size": 256})

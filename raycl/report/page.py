@@ -175,8 +175,16 @@ def _missing_notes(run: Run) -> Iterator[Note]:
         yield Note("The embeddings are from the untrained encoder: there has been no evaluation since.")
     elif run.first is None:
         yield Note("An embedding snapshot from before training is missing.")
+    if run.latest is not None and _is_undone(run, run.latest.step):
+        yield Note(f"The latest embeddings are from step {run.latest.step:,}, which a rollback undid.")
     if not run.probes.held_out:
         yield Note("Embeddings, neighbors and maps show training samples: the run holds none out.")
+
+
+def _is_undone(run: Run, step: int) -> bool:
+    """Whether a rollback undid a step, and the run has not reached it again."""
+    steps = run.history["step"]
+    return bool((steps.dropped().value >= step).any()) and not (steps.kept().value >= step).any()
 
 
 def _why_not_evaluated(run: Run) -> str:
