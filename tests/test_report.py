@@ -189,6 +189,14 @@ def test_the_facts_of_a_run_say_which_negatives_it_has_and_for_what_its_store_is
     assert (facts.get("Positives"), facts["Negatives"]) == (positives, negatives)
 
 
+@pytest.mark.parametrize(
+    ("data", "shown"), [("/a/x", "/a/x"), (["/a/x", "/b/y"], "/a/x, /b/y"), (None, "a Ray Dataset")]
+)
+def test_data_sets_are_joined_by_commas(data: Any, shown: str, tmp_path: Path) -> None:
+    (write_run(tmp_path) / "data.json").write_text(json.dumps({"data": data}))
+    assert dict(run_facts(read_run(str(tmp_path))))["Data"] == shown
+
+
 COLUMNS = {
     "Loss": ["loss"],
     "Learning rate": ["learning_rate"],
