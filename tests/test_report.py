@@ -445,6 +445,15 @@ def test_a_snapshot_of_an_undone_step_is_noted_until_the_step_is_made_again(tmp_
         assert ("The latest embeddings are from step 200, which a rollback undid." in texts) == is_noted
 
 
+def test_a_comparison_does_not_miss_the_snapshots_that_it_does_not_read(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        write_snapshots(write_run(tmp_path / name, result={"status": "stopped"}))
+    write_comparison([str(tmp_path / name) for name in ("first", "second")], str(tmp_path / "both.html"))
+    text = Page((tmp_path / "both.html").read_text()).text
+    assert "The run was stopped at about step 200" in text
+    assert "snapshot" not in text
+
+
 def test_drawings_name_the_stages_and_their_batch_size(tmp_path: Path) -> None:
     lines = [line_of(step, stage=int(step > 50)) for step in range(10, 101, 10)]
     write_run(tmp_path, lines, settings={"stages.1.batch_size": 256})

@@ -59,7 +59,7 @@ def render_comparison(runs: Sequence[Run]) -> str:
         "comparison.html.jinja",
         title=f"{len(runs)} runs compared",
         runs=[
-            (run, [note for note in make_notes(run) if note.is_bad or run.status != "finished"][:2])
+            (run, [note for note in _run_notes(run) if note.is_bad or run.status != "finished"][:2])
             for run in runs
         ],
         over=over,
@@ -127,6 +127,11 @@ class Note:
 
 def make_notes(run: Run) -> list[Note]:
     """Return the notes of a run: that it failed or collapsed, why a section is missing, and so on."""
+    return [*_run_notes(run), *_snapshot_notes(run)]
+
+
+def _run_notes(run: Run) -> list[Note]:
+    """Return the notes that need no embedding snapshots, which a comparison does not read."""
     return [*_status_notes(run), *_history_notes(run), *_missing_notes(run)]
 
 
@@ -168,6 +173,9 @@ def _missing_notes(run: Run) -> Iterator[Note]:
         yield Note("One step has been logged: a point instead of a curve.")
     if not any(run.history.has(name) for name in EVALUATION_METRICS):
         yield Note(f"The run has no periodic evaluation: {_why_not_evaluated(run)}.")
+
+
+def _snapshot_notes(run: Run) -> Iterator[Note]:
     if run.probes is None:
         yield Note(f"The report has no embeddings: {_why_no_snapshots(run)}.")
         return
