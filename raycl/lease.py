@@ -253,11 +253,16 @@ def is_being_written(output: Place) -> bool:
     return False
 
 
+def is_claim(name: str) -> bool:
+    """Whether a file is a claim on the folder, or a partial claim."""
+    return name.lstrip(".").startswith(_CLAIM[1:])
+
+
 def check_absent(output: str) -> None:
     """Raise ``StorageError`` if the output exists, unless it is an empty folder or has a writer."""
     place = Place(absolute(output))
     if place.exists() and not (
-        place.is_folder() and (_is_empty(place) or any(map(_is_claim, place.written_at())))
+        place.is_folder() and (_is_empty(place) or any(map(is_claim, place.written_at())))
     ):
         raise _existing(place)
 
@@ -275,12 +280,7 @@ def _existing(place: Place) -> StorageError:
 
 
 def _is_empty(folder: Place) -> bool:
-    return all(map(_is_claim, folder.written_at()))
-
-
-def _is_claim(name: str) -> bool:
-    """Whether a file is a claim on the folder, or a partial claim."""
-    return name.lstrip(".").startswith(_CLAIM[1:])
+    return all(map(is_claim, folder.written_at()))
 
 
 def _machine() -> str | None:

@@ -32,6 +32,7 @@ RENAMED = {  # keys of lines and results that older versions wrote
 }
 _BLOCK = 4_096  # bytes allocated to any file, even on a full disk
 FAILURE = "failure"  # the ``event`` of a line about the loss of a group of workers
+NOT_EVALUATED = ": no periodic "  # in a notice, after the reason and before the measure
 ROLLBACK = "rollback"  # the ``event`` of a line after which the run resumes at an earlier step
 
 

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
@@ -30,6 +30,7 @@ from raycl.cli import bank as cli_bank
 from raycl.cli import serve
 from raycl.config.overrides import config_to_yaml
 from raycl.data.columns import ColumnNames
+from raycl.data.discovery import find_source
 from raycl.data.sources import Source
 from raycl.embedding_snapshot import LATEST, read_snapshot, write_snapshot
 from raycl.errors import ConfigError, DataError, RunError, StorageError
@@ -49,7 +50,7 @@ from raycl.serve.requests import MAX_BYTES
 from raycl.serve.sample_viewer import SampleViewer, thumbnail
 from raycl.serve.target import columns_of, saved_explorer
 from raycl.storage import Place
-from raycl.training.preflight import column_names
+from raycl.training.preflight import column_names, describe_data
 from tests.images import digit_files, encode, write_digits
 from tests.outputs import evaluation, line_of, write_run, write_snapshots
 from tests.pairs import small_config, vocabulary
@@ -614,7 +615,8 @@ def saved(bank: Bank, folder: Path, *, with_data: bool = True) -> Path:
     write_run(folder, method="moco_v2", settings={"data.image_size": 16})
     if with_data:
         write_digits(folder / "digits.parquet", 40)
-        (folder / "data.json").write_text(json.dumps({"data": str(folder / "digits.parquet")}))
+        described = {"data": str(folder / "digits.parquet"), "num_rows": 40}
+        (folder / "data.json").write_text(json.dumps(described))
     return folder
 
 
@@ -825,6 +827,22 @@ def test_an_encoder_of_its_users_own_answers_queries_by_id_alone(tmp_path: Path)
     assert (code, "network of your own" in detail, detail.endswith("query by id")) == (400, True, True)
 
 
+def test_embeddings_of_zeros_are_skipped_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = unit_rows(6, 0)
+    rows[[1, 4]] = 0
+    pq.write_table(
+        pa.table({"sample_id": list(range(6)), "representation": list(rows)}), tmp_path / "a.parquet"
+    )
+    found = read_embedded(str(tmp_path), str(tmp_path))
+    assert capsys.readouterr().err == f"2 embeddings in {tmp_path} are zero and were skipped\n"
+    assert sorted(found.nearest_of(0, 6).sample_id.tolist()) == [2, 3, 5]
+    pq.write_table(pa.table({"sample_id": [1], "representation": [[0.0, 0.0]]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="has no rows"):
+        read_embedded(str(tmp_path), str(tmp_path))
+
+
 def test_embeddings_of_several_widths_are_refused(tmp_path: Path) -> None:
     for dim in (4, 8):
         table = pa.table(
@@ -846,12 +864,61 @@ def test_a_damaged_snapshot_is_an_error_of_storage(called: None, tmp_path: Path)
         read_saved_bank(str(folder))
 
 
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_training_data_that_changed_are_not_shown(
+    is_recorded: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, data = write_run(tmp_path / "run", settings={"data.image_size": 16}), tmp_path / "digits"
+    write_snapshots(folder)
+    data.mkdir()
+    write_digits(data / "b.parquet", 30)
+    write_digits(data / "c.parquet", 20)
+    fingerprint = find_source(str(data)).files_fingerprint
+    files = [fingerprint] if is_recorded else ()
+    described = describe_data([str(data)], [50], None, streamed=False, files=files)
+    (folder / "data.json").write_text(json.dumps(described))
+
+    def is_shown() -> bool:
+        return saved_explorer(str(folder), embeddings=None, data=None).samples is not None
+
+    assert (is_shown(), capsys.readouterr().err) == (True, "")
+    write_digits(data / "a.parquet", 10)
+    assert not is_shown()
+    assert f"ids only: the files of {data} have changed since the run" in capsys.readouterr().err
+    write_digits(data / "b.parquet", 20)  # as many rows as before
+    assert is_shown() is not is_recorded
+    ids = pa.array(range(60))
+    pq.write_table(pa.table({"image": digit_files(60)[0], "sample_id": ids}), tmp_path / "own.parquet")
+    described = describe_data([str(tmp_path / "own.parquet")], [50], None, streamed=False, files=[None])
+    (folder / "data.json").write_text(json.dumps(described))
+    assert is_shown()  # an id of its own means one row
+
+
+def test_a_click_log_is_not_shown_by_the_ids_of_its_pairs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, texts = write_run(tmp_path / "run", method="two_tower"), invented_texts(8, seed=1)
+    write_snapshots(folder, document=texts, query=texts, num_samples=8)
+    pairs, data = {"query": texts, "document": texts}, str(tmp_path / "pairs.parquet")
+    (folder / "data.json").write_text(json.dumps({"data": data, "num_rows": 8}))
+    for columns, is_shown in ((pairs, True), (pairs | {"label": [1] * 8}, False)):
+        pq.write_table(pa.table(columns), data)
+        found = saved_explorer(str(folder), embeddings=None, data=None)
+        assert found.stats().shows_samples == is_shown
+        assert (f"shows ids only: {data} is a click log" in capsys.readouterr().err) != is_shown
+
+
 def test_a_run_does_not_choose_the_endpoint_of_its_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, read = write_run(tmp_path / "run"), list[str]()
     write_snapshots(folder)
-    monkeypatch.setattr("raycl.serve.target.SampleViewer", lambda address, *_, **__: read.append(address))
+
+    def missing(address: str, _: ColumnNames) -> NoReturn:
+        read.append(address)
+        raise DataError("there is nothing")
+
+    monkeypatch.setattr("raycl.serve.sample_viewer.find_source", missing)
     for address in ("s3://bucket/x", "s3://key:word@bucket/x", "s3://bucket/x?endpoint_override=other"):
         (folder / "data.json").write_text(json.dumps({"data": address}))
         saved_explorer(str(folder), embeddings=None, data=None)

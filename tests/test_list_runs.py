@@ -152,6 +152,15 @@ def test_a_run_is_running_while_its_lease_is_alive(tmp_path: Path) -> None:
         assert only(output).status == status
 
 
+@pytest.mark.parametrize("status", ["finished", "stopped", "failed"])
+def test_a_run_that_is_being_resumed_is_running(status: str, tmp_path: Path) -> None:
+    output = write_run(tmp_path, result={"status": status})
+    assert only(output).status == status
+    with writing(Place(str(output))):
+        assert only(output).status == "running"
+    assert only(output).status == status
+
+
 def test_runs_on_s3_are_listed(tmp_path: Path, s3_server: str) -> None:
     folder = f"s3://{BUCKET}/{tmp_path.name}"
     for path in write_run(tmp_path / "run").iterdir():

@@ -37,7 +37,7 @@ from raycl.provenance import read_commands, save_command_line, typed
 from raycl.records import ROLLBACK
 from raycl.report import plots
 from raycl.report.history import read_history
-from raycl.report.page import query_neighbors, render_comparison
+from raycl.report.page import make_notes, query_neighbors, render_comparison
 from raycl.report.plots import downsample
 from raycl.report.run import read_run
 from raycl.report.sections import batch_sizes, learning_panels
@@ -189,6 +189,14 @@ def test_the_facts_of_a_run_say_which_negatives_it_has_and_for_what_its_store_is
     assert (facts.get("Positives"), facts["Negatives"]) == (positives, negatives)
 
 
+@pytest.mark.parametrize(
+    ("data", "shown"), [("/a/x", "/a/x"), (["/a/x", "/b/y"], "/a/x, /b/y"), (None, "a Ray Dataset")]
+)
+def test_data_sets_are_joined_by_commas(data: Any, shown: str, tmp_path: Path) -> None:
+    (write_run(tmp_path) / "data.json").write_text(json.dumps({"data": data}))
+    assert dict(run_facts(read_run(str(tmp_path))))["Data"] == shown
+
+
 COLUMNS = {
     "Loss": ["loss"],
     "Learning rate": ["learning_rate"],
@@ -317,6 +325,40 @@ def test_skipped_rows_and_lines_that_are_not_json_are_counted(tmp_path: Path) ->
     assert re.search(r"repeated\s+7\s+valid", text)
 
 
+FEW = "0 held-out pairs and 40 to compare them with are too few for 1 worker"
+
+
+@pytest.mark.parametrize(
+    ("method", "result", "reason"),
+    [
+        ("two_tower", {"status": "finished", "notices": ["other", f"{FEW}: no periodic recall"]}, FEW),
+        ("two_tower", {"status": "finished"}, "too few pairs were held out"),
+        ("simclr", {"status": "finished"}, "the samples have no labels, or too few were held out"),
+        (
+            "two_tower",
+            {"status": "running"},
+            "too few pairs were held out, or the first evaluation is yet to come",
+        ),
+        (
+            "two_tower",
+            {"status": "failed"},
+            "too few pairs were held out, or the run ended before the first evaluation",
+        ),
+    ],
+)
+def test_a_run_without_evaluation_has_the_reason(
+    method: str, result: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    run = read_run(str(write_run(tmp_path, [line_of(10)], method=method, result=result)))
+    assert f"The run has no periodic evaluation: {reason}." in [note.text for note in make_notes(run)]
+
+
+def test_a_run_without_skipped_rows_does_not_claim_to_have_used_all(tmp_path: Path) -> None:
+    text = page_of(write_run(tmp_path, settings={"stages.0.epochs": None, "stages.0.steps": 5})).text
+    assert "None: no invalid row was found, and no row was skipped." in text
+    assert "every row" not in text
+
+
 def test_steps_undone_by_a_rollback_are_separate_curves() -> None:
     lines = [line_of(step) for step in (10, 20, 30)]
     lines.append({"step": 10, "event": ROLLBACK, "text": "went back"})
@@ -385,6 +427,31 @@ def test_a_rolled_back_run_shows_events_with_marks(tmp_path: Path) -> None:
     assert re.search(r"B\s+10\s+rollback\s+went back from step 30", text)
     assert re.search(r"C\s+20\s+workers\s+continued with 1 workers, 2 before", text)
     assert "rolled back once" in text
+
+
+def test_a_snapshot_of_an_undone_step_is_noted_until_the_step_is_made_again(tmp_path: Path) -> None:
+    rolled_back = [
+        line_of(200),
+        line_of(210),
+        {"step": 100, "event": ROLLBACK, "text": "went back from step 210"},
+    ]
+    for name, lines, is_noted in (
+        ("undone", [*rolled_back, line_of(190)], True),
+        ("made", [*rolled_back, line_of(200)], False),
+        ("earlier", [line_of(190), *rolled_back[2:]], False),  # the snapshot is of step 200
+    ):
+        write_snapshots(write_run(tmp_path / name, lines))
+        texts = [note.text for note in make_notes(read_run(str(tmp_path / name)))]
+        assert ("The latest embeddings are from step 200, which a rollback undid." in texts) == is_noted
+
+
+def test_a_comparison_does_not_miss_the_snapshots_that_it_does_not_read(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        write_snapshots(write_run(tmp_path / name, result={"status": "stopped"}))
+    write_comparison([str(tmp_path / name) for name in ("first", "second")], str(tmp_path / "both.html"))
+    text = Page((tmp_path / "both.html").read_text()).text
+    assert "The run was stopped at about step 200" in text
+    assert "snapshot" not in text
 
 
 def test_drawings_name_the_stages_and_their_batch_size(tmp_path: Path) -> None:

@@ -36,10 +36,13 @@ def count_embeddings(uri: str, role: str) -> tuple[int, int]:
     return count, first.shape[1]
 
 
-def read_embeddings(uri: str, role: str) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+def read_embeddings(
+    uri: str, role: str, *, may_be_zero: bool = False
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
     """Yield ids [n] and embeddings of unit length [n, dim] of a parquet file or a folder of them.
 
-    Raises ``DataError`` for files without ids of this role, for a missing id, and for vectors without a direction.
+    Embeddings that are zero have no direction; they stay zero if they ``may_be_zero``.
+    Raises ``DataError`` for files without ids of this role, for a missing id, and for other vectors without a direction.
     """
     for place in _files(uri):
         with open_parquet(place) as file:
@@ -52,7 +55,7 @@ def read_embeddings(uri: str, role: str) -> Iterator[tuple[NDArray[np.int64], ND
                     )
                 to_number = stable_id if role == "sample_id" else entity_id
                 ids = np.array(list(map(to_number, values)), np.int64)
-                yield ids, _unit_rows(batch.column(REPRESENTATION), place)
+                yield ids, _unit_rows(batch.column(REPRESENTATION), place, may_be_zero=may_be_zero)
 
 
 def _files(uri: str) -> list[Place]:
@@ -86,7 +89,7 @@ def _no_vectors(found: object, place: Place) -> DataError:
     )
 
 
-def _unit_rows(column: Any, place: Place) -> NDArray[np.float32]:
+def _unit_rows(column: Any, place: Place, *, may_be_zero: bool) -> NDArray[np.float32]:
     """Return the vectors of a column of lists, of unit length; raises ``DataError`` if one has no direction."""
     kind = column.type
     values = column.flatten()
@@ -100,6 +103,6 @@ def _unit_rows(column: Any, place: Place) -> NDArray[np.float32]:
     with np.errstate(over="ignore"):  # too large for float32 is not finite
         rows = values.to_numpy(zero_copy_only=False).astype(np.float32).reshape(len(column), *widths)
         norms = np.linalg.norm(rows, axis=1, keepdims=True)
-    if not (np.isfinite(norms) & (norms > 0)).all():
+    if not (np.isfinite(norms) & (may_be_zero | (norms > 0))).all():
         raise DataError(f"{place} has an embedding that is zero or not finite; embed its text again")
-    return rows / norms
+    return rows / np.where(norms > 0, norms, np.inf)

@@ -1,5 +1,6 @@
 """The rows that a run has saved, in this process, to be asked as a bank is."""
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import final
@@ -101,9 +102,18 @@ def read_saved_bank(run: str) -> SavedBank:
 
 
 def read_embedded(run: str, uri: str) -> SavedBank:
-    """Read embeddings that ``raycl embed`` wrote; raises ``DataError`` and ``StorageError``."""
-    parts = list(read_embeddings(uri, "sample_id"))
-    if not parts:
+    """Read embeddings that ``raycl embed`` wrote; raises ``DataError`` and ``StorageError``.
+
+    Rows of zeros are near nothing: they are skipped, and a line counts them.
+    """
+    parts, num_zero = list[tuple[np.ndarray, np.ndarray]](), 0
+    for some, found in read_embeddings(uri, "sample_id", may_be_zero=True):
+        is_row = found.any(axis=1)
+        num_zero += int((~is_row).sum())
+        parts.append((some[is_row], found[is_row]))
+    if num_zero:
+        print(f"{num_zero:,} embeddings in {uri} are zero and were skipped", file=sys.stderr)
+    if not sum(len(some) for some, _ in parts):
         raise DataError(f"{uri} has no rows; embed a data set by `raycl embed`")
     if len({rows.shape[1] for _, rows in parts}) > 1:
         raise DataError(f"{uri} has embeddings of several widths; give the output of one `raycl embed`")

@@ -11,7 +11,7 @@ from pyarrow import fs
 
 from raycl.arguments import Address, as_address
 from raycl.errors import DataError
-from raycl.lease import is_being_written
+from raycl.lease import is_being_written, is_claim
 from raycl.records import CONFIG, METRICS, RESULT, ROLLBACK, as_object, read_line
 from raycl.storage import Place, absolute, parse_object
 
@@ -32,8 +32,8 @@ class RunSummary:
         name: its path below the listed folder.
         run: its address.
         recipe: the name of its recipe.
-        status: ``finished``, ``stopped``, ``failed``, ``running``, or ``unfinished`` if it has no result and no
-            process writes to it.
+        status: ``running`` if a process writes to it, or else ``finished``, ``stopped``, ``failed``, or ``unfinished``
+            if it has no result.
         step: the last logged step.
         num_steps: the planned steps, None if the run counts epochs and has no log, or an older version trains it.
         epoch: the complete epochs.
@@ -96,8 +96,11 @@ def _summary(output: Place, entries: Mapping[str, fs.FileInfo]) -> RunSummary | 
     last = next(filter(None, map(read_line, reversed(lines))), {})
     telling = [read_line(line) for line in lines if _TELLING.search(line)]
     status = result.get("status")
-    if status not in ("finished", "stopped", "failed"):
-        status = "running" if is_being_written(output) else "unfinished"
+    # A run that was over has its old result until it is resumed. Without a claim, it costs no other request.
+    if any(map(is_claim, entries)) and is_being_written(output):
+        status = "running"
+    elif status not in ("finished", "stopped", "failed"):
+        status = "unfinished"
     metric, best = _best(filter(None, telling), as_object(result.get("final")))
     return RunSummary(
         name=output.path or ".",

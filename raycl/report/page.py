@@ -8,7 +8,7 @@ from typing import final
 import numpy as np
 
 from raycl.errors import ConfigError
-from raycl.records import ROLLBACK
+from raycl.records import NOT_EVALUATED, ROLLBACK
 from raycl.report import sections
 from raycl.report.plots import NUM_HUES, NUM_STYLES, SVG_DASHES
 from raycl.report.render import render_template
@@ -59,7 +59,7 @@ def render_comparison(runs: Sequence[Run]) -> str:
         "comparison.html.jinja",
         title=f"{len(runs)} runs compared",
         runs=[
-            (run, [note for note in make_notes(run) if note.is_bad or run.status != "finished"][:2])
+            (run, [note for note in _run_notes(run) if note.is_bad or run.status != "finished"][:2])
             for run in runs
         ],
         over=over,
@@ -127,6 +127,11 @@ class Note:
 
 def make_notes(run: Run) -> list[Note]:
     """Return the notes of a run: that it failed or collapsed, why a section is missing, and so on."""
+    return [*_run_notes(run), *_snapshot_notes(run)]
+
+
+def _run_notes(run: Run) -> list[Note]:
+    """Return the notes that need no embedding snapshots, which a comparison does not read."""
     return [*_status_notes(run), *_history_notes(run), *_missing_notes(run)]
 
 
@@ -168,6 +173,9 @@ def _missing_notes(run: Run) -> Iterator[Note]:
         yield Note("One step has been logged: a point instead of a curve.")
     if not any(run.history.has(name) for name in EVALUATION_METRICS):
         yield Note(f"The run has no periodic evaluation: {_why_not_evaluated(run)}.")
+
+
+def _snapshot_notes(run: Run) -> Iterator[Note]:
     if run.probes is None:
         yield Note(f"The report has no embeddings: {_why_no_snapshots(run)}.")
         return
@@ -175,16 +183,31 @@ def _missing_notes(run: Run) -> Iterator[Note]:
         yield Note("The embeddings are from the untrained encoder: there has been no evaluation since.")
     elif run.first is None:
         yield Note("An embedding snapshot from before training is missing.")
+    if run.latest is not None and _is_undone(run, run.latest.step):
+        yield Note(f"The latest embeddings are from step {run.latest.step:,}, which a rollback undid.")
     if not run.probes.held_out:
         yield Note("Embeddings, neighbors and maps show training samples: the run holds none out.")
+
+
+def _is_undone(run: Run, step: int) -> bool:
+    """Whether a rollback undid a step, and the run has not reached it again."""
+    steps = run.history["step"]
+    return bool((steps.dropped().value >= step).any()) and not (steps.kept().value >= step).any()
 
 
 def _why_not_evaluated(run: Run) -> str:
     if run.config.evaluation.every_epochs == 0:
         return "evaluation.every_epochs is 0"
-    if run.config.has_two_towers:
-        return "too few pairs were held out, or the first evaluation is yet to come"
-    return "the samples have no labels, or the first evaluation is yet to come"
+    for notice in run.result.get("notices") or []:
+        reason, separator, _ = str(notice).partition(NOT_EVALUATED)
+        if separator:
+            return reason
+    reason = "too few pairs were held out"
+    if not run.config.has_two_towers:
+        reason = "the samples have no labels, or too few were held out"
+    if run.status == "running":
+        return f"{reason}, or the first evaluation is yet to come"
+    return reason if run.status == "finished" else f"{reason}, or the run ended before the first evaluation"
 
 
 def _why_no_snapshots(run: Run) -> str:

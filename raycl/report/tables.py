@@ -28,8 +28,9 @@ def run_facts(run: Run) -> list[tuple[str, str]]:
         negatives.append("explicit ones where pairs have them")
     if config.negatives.mined.num:
         negatives.append("mined")
+    data = run.data.get("data") or "a Ray Dataset"
     facts = {
-        "Data": str(run.data.get("data") or "a Ray Dataset"),
+        "Data": ", ".join(map(str, data)) if isinstance(data, list) else str(data),
         "Recipe": config.recipe,
         "Rows": _count(run.data.get("num_rows")),
         "Encoder": config.encoder.name,

@@ -38,8 +38,8 @@ class SampleViewer:
     """
 
     def __init__(self, uri: str, columns: ColumnNames, *, max_pixels: int) -> None:
-        self._source = find_source(uri, columns)
-        self._first_ids = np.array([fragment.first_id for fragment in self._source.fragments])
+        self.source = find_source(uri, columns)
+        self._first_ids = np.array([fragment.first_id for fragment in self.source.fragments])
         self._max_pixels = max_pixels
         self._index: tuple[np.ndarray, np.ndarray] | None = None  # sorted ids, and their rows
         self._lock = threading.Lock()
@@ -49,8 +49,8 @@ class SampleViewer:
         """Return a sample; raises ``UnknownSampleError``, and ``DataError`` for an invalid image."""
         row = self._row_of(sample_id)
         number = int(np.searchsorted(self._first_ids, row, side="right")) - 1
-        fragment = _one_row(self._source.fragments[number], row - int(self._first_ids[number]))
-        rows = next(iter(self._source.read(fragment)))
+        fragment = _one_row(self.source.fragments[number], row - int(self._first_ids[number]))
+        rows = next(iter(self.source.read(fragment)))
         values = {role: column[0] for role, column in rows.values.items()}
         try:
             image = thumbnail(values["image"], max_pixels=self._max_pixels) if "image" in values else None
@@ -61,24 +61,24 @@ class SampleViewer:
         roles = [role for role in _TEXT_COLUMNS if role in values]
         texts = [Text(role=role, text=text) for role in roles for text in _texts_of(values[role])]
         label = int(rows.label[0])
-        name = None if label == NO_LABEL else self._source.label_name(label)
+        name = None if label == NO_LABEL else self.source.label_name(label)
         return Sample(sample_id=str(sample_id), image=image, texts=texts, label=name)
 
     def _row_of(self, sample_id: int) -> int:
         """Return the number of a sample's row: its id, or looked up in a data set with its own ids."""
         row = sample_id
-        if self._source.columns.sample_id is not None:
+        if self.source.columns.sample_id is not None:
             with self._lock:  # a page requests many images at once
                 if self._index is None:
-                    ids = self._source.sample_ids(self._source.fragments)
+                    ids = self.source.sample_ids(self.source.fragments)
                     order = np.argsort(ids, kind="stable")
                     self._index = ids[order], order
             ids, order = self._index
             at = int(np.searchsorted(ids, sample_id))
             row = int(order[at]) if at < len(ids) and ids[at] == sample_id else -1
-        if not 0 <= row < self._source.num_rows:
+        if not 0 <= row < self.source.num_rows:
             raise UnknownSampleError(
-                f"{self._source.uri} has no sample {sample_id}; give the training data of the run as --data"
+                f"{self.source.uri} has no sample {sample_id}; give the training data of the run as --data"
             )
         return row
 

@@ -3,15 +3,17 @@
 import contextlib
 import json
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import final
+from typing import Any, final
 
 from raycl.config import RunConfig
 from raycl.config.overrides import config_from_yaml, override
 from raycl.data.columns import ColumnNames
 from raycl.data.discovery import find_source
+from raycl.data.sources import Source
 from raycl.errors import DataError, RayclError
 from raycl.negatives.bank import connect_bank
 from raycl.negatives.saved_bank import read_embedded, read_saved_bank
@@ -106,8 +108,8 @@ def saved_explorer(
 ) -> Explorer:
     """Return an explorer of the saved rows of a run, or of ``embeddings`` made with its encoder.
 
-    Without both, ``data`` are the training data of the run, if they can be read. ``settings`` replace the run's names
-    of the columns of the data. Raises ``RayclError`` if something is invalid.
+    Without both, ``data`` are the training data of the run, if they can be read and have not changed. ``settings``
+    replace the run's names of the columns of the data. Raises ``RayclError`` if something is invalid.
     """
     place = find_run(run)
     config = _config_of(place, settings)
@@ -117,11 +119,7 @@ def saved_explorer(
     if data is not None:
         samples = _viewer(data, columns, max_pixels=max_pixels)
     elif embeddings is None:
-        with contextlib.suppress(RayclError, ValueError, KeyError, TypeError):  # the data may have moved
-            trained_on = json.loads((place / DATA).read_text())["data"]
-            # Neither several data sets nor a Ray Dataset; a run of others must not choose an endpoint or a key.
-            if isinstance(trained_on, str) and not {"?", "@"} & set(trained_on):
-                samples = SampleViewer(trained_on, columns, max_pixels=max_pixels)
+        samples = _training_data(place, columns, max_pixels=max_pixels)
     queries = _SHOWN[config.data.kind][1]
     is_bank = bank.stats().kind != "embeddings"
     return Explorer(
@@ -144,6 +142,40 @@ def _viewer(data: str, columns: ColumnNames, *, max_pixels: int) -> SampleViewer
             with contextlib.suppress(DataError):
                 return SampleViewer(data, replace(columns, **others), max_pixels=max_pixels)
         raise
+
+
+def _training_data(run: Place, columns: ColumnNames, *, max_pixels: int) -> SampleViewer | None:
+    """Show the training data of a run by its ids; None, with a line about the reason, if their rows have other ids."""
+    with contextlib.suppress(RayclError, ValueError, KeyError, TypeError):  # the data may have moved
+        described = json.loads((run / DATA).read_text())
+        trained_on = described["data"]
+        # Neither several data sets nor a Ray Dataset; a run of others must not choose an endpoint or a key.
+        if isinstance(trained_on, str) and not {"?", "@"} & set(trained_on):
+            viewer = SampleViewer(trained_on, columns, max_pixels=max_pixels)
+            if not (reason := _why_other_ids(viewer.source, described)):
+                return viewer
+            print(f"the page shows ids only: {reason}", file=sys.stderr)
+    return None
+
+
+def _why_other_ids(source: Source, described: Mapping[str, Any]) -> str:
+    """Return why the rows of a source have other ids than the samples of the run; empty if they have the same."""
+    if source.columns.query is not None and source.columns.label is not None:
+        return f"{source.uri} is a click log, and its pairs have ids that its rows do not have"
+    if not _has_rows_of(source, described):
+        return (
+            f"the files of {source.uri} have changed since the run, and ids would show other samples; restore them, or "
+            "give the data of the run by --data"
+        )
+    return ""
+
+
+def _has_rows_of(source: Source, described: Mapping[str, Any]) -> bool:
+    """Whether ids mean the same rows as in ``data.json``, which outputs of older versions have without fingerprints."""
+    (files,) = described.get("files", [None])
+    if files is not None:
+        return source.files_fingerprint == files
+    return source.columns.sample_id is not None or source.num_rows == described["num_rows"]
 
 
 def _config_of(run: Place, settings: Sequence[str]) -> RunConfig:

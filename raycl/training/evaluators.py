@@ -37,6 +37,7 @@ from raycl.evaluation.knn import knn_predict
 from raycl.evaluation.raw_pixels import BASELINE_SIZE, are_gray, raw_pixels
 from raycl.evaluation.search import Ranking, num_texts, of_documents, search
 from raycl.models.towers import Tower, Towers, TwoTowers
+from raycl.records import NOT_EVALUATED
 from raycl.storage import Place
 from raycl.tokenization import Tokenizer
 from raycl.training.job import Job
@@ -216,7 +217,7 @@ def build_evaluator(
     if reason := _why_not_evaluated(config, bank, test):
         if rank() == 0:
             measure = "recall" if config.has_two_towers else "kNN"
-            job.coordinator.add_notice.remote(f"{reason}: no periodic {measure}")
+            job.coordinator.add_notice.remote(f"{reason}{NOT_EVALUATED}{measure}")
         return None
     precision = config.tower_precision
     if config.has_two_towers:
