@@ -1,5 +1,6 @@
 """The search of `raycl tune`, with objectives in place of runs: what is searched, how long, and which trial wins."""
 
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
@@ -19,7 +20,9 @@ from raycl.config import RunConfig, Stage
 from raycl.config.overrides import config_from_yaml, differences, override
 from raycl.errors import ConfigError, DataError, RayclError, RunError
 from raycl.recipes import RECIPES, recipe
+from raycl.records import DATA
 from raycl.storage import Place
+from raycl.training.preflight import describe_data
 from raycl.tuning import search
 from raycl.tuning.plan import (
     ETA,
@@ -306,27 +309,59 @@ def test_a_failed_trial_never_wins() -> None:
     assert best_trial(trial_failed, 1).number == 0
 
 
-def test_a_failed_recipe_ends_the_search_with_its_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = Place(str(tmp_path))
+def search_with(
+    monkeypatch: pytest.MonkeyPatch, config: RunConfig, output: Path, rows: list[int], tune: Any
+) -> list[tuple[search.Runner, str]]:
+    """Replace the pace run, which trains on so many ``rows`` of each data set, and Ray Tune; return the runs."""
+    place, runs = Place(str(output)), list[tuple[search.Runner, str]]()
 
-    def fail(_runner: Any, _rungs: Any, _space: Any, recorder: Recorder, **_: Any) -> None:
-        trial = SimpleNamespace(trial_id="x_00000", config={})
-        recorder.on_trial_result(1, [], trial, {"score": 0.0, "error": "the loss is NaN"})
+    def run(runner: search.Runner, settings: Any, samples: int, name: str) -> Measured:
+        runs.append((runner, name))
+        described = describe_data([], rows, None, streamed=False)
+        (place / "trials" / name / DATA).write_text(json.dumps(described))
+        return Measured(0.5, 1.0, 1_000.0)
 
-    run = nullcontext(SimpleNamespace(output=place, sources=(), config=SIMCLR))
-    monkeypatch.setattr(search, "validate_run", lambda *_, **__: run)
+    validated = nullcontext(SimpleNamespace(output=place, sources=(), config=config))
+    monkeypatch.setattr(search, "validate_run", lambda *_, **__: validated)
     monkeypatch.setattr(search, "connect_cluster", lambda *_, **__: None)
-    monkeypatch.setattr(search.Runner, "run", lambda *_: Measured(0.5, 1.0, 1_000.0))
-    monkeypatch.setattr(search, "tune_trials", fail)
-    source: Any = SimpleNamespace(num_rows=5_000, uri="data")
+    monkeypatch.setattr(search.Runner, "run", run)
+    monkeypatch.setattr(search, "tune_trials", tune)
     # The fake returns before the deadline: just as much is left that the trials would have had.
     monkeypatch.setattr(search, "CLOSING_S", 0.0)
     clock = iter([0.0, 0.0, 601.0])
     monkeypatch.setattr(search.time, "monotonic", lambda: next(clock))
+    return runs
+
+
+def report_recipe(recorder: Recorder, score: float, error: str = "") -> None:
+    trial = SimpleNamespace(trial_id="x_00000", config={})
+    recorder.on_trial_result(1, [], trial, {"score": score, "error": error})
+
+
+def test_a_failed_recipe_ends_the_search_with_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_runner: Any, _rungs: Any, _space: Any, recorder: Recorder, **_: Any) -> None:
+        report_recipe(recorder, 0.0, "the loss is NaN")
+
+    search_with(monkeypatch, SIMCLR, tmp_path, [5_000], fail)
+    source: Any = SimpleNamespace(num_rows=5_000, uri="data")
     with pytest.raises(RunError, match="the recipe failed: the loss is NaN"):
-        search.search(SIMCLR, output=place.uri, sources=[source], deadline=600.0, quiet=True)
+        search.search(SIMCLR, output=str(tmp_path), sources=[source], deadline=600.0, quiet=True)
+
+
+def test_the_rows_of_the_pace_run_plan_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = list[Any]()
+
+    def tune(_runner: Any, rungs: Any, space: Any, recorder: Recorder, **_: Any) -> None:
+        planned.extend((max(rungs), space[BATCH]))
+        report_recipe(recorder, 0.5)
+
+    config = override(recipe("two_tower"), {"stages.0.batch_size": 64, "stages.0.epochs": 20})
+    search_with(monkeypatch, config, tmp_path, [200], tune)
+    log: Any = SimpleNamespace(num_rows=5_000, uri="data")  # with 200 clicks
+    search.search(config, output=str(tmp_path), sources=[log], deadline=600.0, quiet=True)
+    assert planned == [20 * 200, [32, 64]]
 
 
 def test_the_runs_of_trials_lie_below_an_address_with_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,29 +390,18 @@ def test_the_runs_of_trials_lie_below_an_address_with_options(monkeypatch: pytes
 def test_all_trials_have_the_tokenizer_of_the_first_run(
     config: RunConfig, shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, names, runners = Place(str(tmp_path)), list[str](), list[search.Runner]()
-
-    def run(runner: search.Runner, settings: Any, samples: int, name: str) -> Measured:
-        assert runner.config == config
-        names.append(name)
-        return Measured(0.5, 1.0, 1_000.0)
+    runners = list[search.Runner]()
 
     def tune(runner: search.Runner, _rungs: Any, _space: Any, recorder: Recorder, **_: Any) -> None:
         runners.append(runner)
-        trial = SimpleNamespace(trial_id="x_00000", config={})
-        recorder.on_trial_result(1, [], trial, {"score": 0.5, "error": ""})
+        report_recipe(recorder, 0.5)
 
-    validated = nullcontext(SimpleNamespace(output=place, sources=(), config=config))
-    monkeypatch.setattr(search, "validate_run", lambda *_, **__: validated)
-    monkeypatch.setattr(search, "connect_cluster", lambda *_, **__: None)
-    monkeypatch.setattr(search.Runner, "run", run)
-    monkeypatch.setattr(search, "tune_trials", tune)
-    monkeypatch.setattr(search, "CLOSING_S", 0.0)
-    clock = iter([0.0, 0.0, 601.0])
-    monkeypatch.setattr(search.time, "monotonic", lambda: next(clock))
+    runs = search_with(monkeypatch, config, tmp_path, [5_000], tune)
     source: Any = SimpleNamespace(num_rows=5_000, uri="data")
-    result = search.search(config, output=place.uri, sources=[source], deadline=600.0, quiet=True)
-    tokenizer = str(tmp_path / "trials" / names[0] / "tokenizer.json")
+    result = search.search(config, output=str(tmp_path), sources=[source], deadline=600.0, quiet=True)
+    ((first, name),) = runs
+    assert first.config == config
+    tokenizer = str(tmp_path / "trials" / name / "tokenizer.json")
     read = config if config.counts_tokens or not shared else override(config, {"text.corpus": None})
     changed = override(read, {"text.tokenizer": tokenizer}) if shared else config
     assert runners[0].config == changed

@@ -21,6 +21,7 @@ from raycl.display import Displayable, Table
 from raycl.errors import ConfigError, RunError
 from raycl.models.registry import TOKENIZER
 from raycl.ray_runtime import connect_cluster, unwrap_ray_errors
+from raycl.records import DATA, read_object
 from raycl.storage import Place
 from raycl.training.controller import remove_leaked_placement_groups
 from raycl.training.preflight import validate_run
@@ -156,7 +157,7 @@ def search(
     def left_s() -> float:
         return deadline - time.monotonic() - CLOSING_S
 
-    num_rows, data = sum(source.num_rows for source in sources), [source.uri for source in sources]
+    data = [source.uri for source in sources]
     with validate_run(
         config, output=output, resume=False, data=data, sources=sources, address=address
     ) as run:
@@ -169,6 +170,8 @@ def search(
         # Named by the time, since a search that is refused may be repeated.
         name = f"pace-{time.time():.0f}"
         pace = runner.run({}, PACE_STEPS * config.stages[0].batch_size, name)
+        # A run counts the pairs of a click log, not its rows.
+        num_rows = read_object(trials / name / DATA)["num_rows"]
         if why_inactive(config, "text.vocabulary_size") is None:
             # Each trial would train the same tokenizer.
             shared = config if config.counts_tokens else override(config, {"text.corpus": None})
