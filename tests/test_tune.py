@@ -350,7 +350,12 @@ def test_a_failed_recipe_ends_the_search_with_its_error(
         search.search(SIMCLR, output=str(tmp_path), sources=[source], deadline=600.0, quiet=True)
 
 
-def test_the_rows_of_the_pace_run_plan_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("rows", "sizes"), [([200], [32, 64]), ([100, 500], [32, 64]), ([300, 300], [32, 64, 128])]
+)
+def test_the_rows_of_the_pace_run_plan_the_search(
+    rows: list[int], sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     planned = list[Any]()
 
     def tune(_runner: Any, rungs: Any, space: Any, recorder: Recorder, **_: Any) -> None:
@@ -358,10 +363,10 @@ def test_the_rows_of_the_pace_run_plan_the_search(tmp_path: Path, monkeypatch: p
         report_recipe(recorder, 0.5)
 
     config = override(recipe("two_tower"), {"stages.0.batch_size": 64, "stages.0.epochs": 20})
-    search_with(monkeypatch, config, tmp_path, [200], tune)
-    log: Any = SimpleNamespace(num_rows=5_000, uri="data")  # with 200 clicks
-    search.search(config, output=str(tmp_path), sources=[log], deadline=600.0, quiet=True)
-    assert planned == [20 * 200, [32, 64]]
+    search_with(monkeypatch, config, tmp_path, rows, tune)
+    logs: Any = [SimpleNamespace(num_rows=5_000, uri="data")] * len(rows)  # with fewer clicks
+    search.search(config, output=str(tmp_path), sources=logs, deadline=600.0, quiet=True)
+    assert planned == [20 * sum(rows), sizes]
 
 
 def test_the_runs_of_trials_lie_below_an_address_with_options(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,19 +171,20 @@ def search(
         name = f"pace-{time.time():.0f}"
         pace = runner.run({}, PACE_STEPS * config.stages[0].batch_size, name)
         # A run counts the pairs of a click log, not its rows.
-        num_rows = read_object(trials / name / DATA)["num_rows"]
+        described = read_object(trials / name / DATA)
+        rows = described.get("rows_per_data_set", [described["num_rows"]])
         if why_inactive(config, "text.vocabulary_size") is None:
             # Each trial would train the same tokenizer.
             shared = config if config.counts_tokens else override(config, {"text.corpus": None})
             shared = override(shared, {"text.tokenizer": (trials / name / TOKENIZER).uri})
             runner = replace(runner, config=shared)
-        rungs = plan_rungs(config, num_rows, pace, left_s())
+        rungs = plan_rungs(config, sum(rows), pace, left_s())
         report(
             f"a run takes {pace.overhead_s:.0f} s and trains on {pace.samples_per_second:,.0f} samples/s; rungs of "
             f"{', '.join(f'{samples:,}' for samples in rungs)} samples, each for the best third of the one before"
         )
         recorder = Recorder(config, run.output, rungs, report)
-        tune_trials(runner, rungs, search_space(config, num_rows), recorder, seconds=left_s(), debug=debug)
+        tune_trials(runner, rungs, search_space(config, min(rows)), recorder, seconds=left_s(), debug=debug)
         if left_s() > 0:  # Ray Tune returns before the end after Ctrl-C only
             report(f"interrupted; the best settings so far are in {run.output / TUNED}")
             raise KeyboardInterrupt
