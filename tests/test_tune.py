@@ -178,7 +178,7 @@ def test_the_recipe_wins_unless_another_trial_is_better_in_the_last_rung(
 def run_search(
     place: Place, objective: Any, num_trials: int = 30, num_rungs: int = 3
 ) -> tuple[Any, list[str]]:
-    """Run trials one after another as Ray Tune does; return the result and the printed lines."""
+    """Run trials one after another as Ray Tune does, until the recipe fails; return the result and the printed lines."""
     lines: list[str] = []
     recorder = Recorder(SIMCLR, place, tuple(1_000 * ETA**rung for rung in range(num_rungs)), lines.append)
     scheduler = KeepingRecipe(num_rungs)
@@ -188,10 +188,13 @@ def run_search(
         for rung in range(num_rungs):
             error = "" if (score := objective(number, rung)) is not None else "the loss is NaN"
             result = {"score": score or 0.0, "length": ETA**rung, "error": error}
-            decision = scheduler.on_trial_result(None, each, result)
+            is_over = recorder(each.trial_id, result)
+            is_over = is_over or scheduler.on_trial_result(None, each, result) == scheduler.STOP
             recorder.on_trial_result(rung, [], each, result)
-            if decision == scheduler.STOP:
+            if is_over:
                 break
+        if recorder.stop_all():
+            break
     return recorder.result(), lines
 
 
@@ -220,6 +223,15 @@ def test_the_worst_recipe_reaches_the_last_rung_and_a_failed_trial_is_ended(tmp_
     row = str(result).splitlines()[8]
     assert row.split()[0] == "3"
     assert row.endswith("failed")
+
+
+def test_a_failed_recipe_ends_the_trials_at_once(tmp_path: Path) -> None:
+    result, lines = run_search(
+        Place(str(tmp_path)), lambda number, rung: None if (number, rung) == (0, 1) else 0.5
+    )
+    assert [each.scores for each in result.trials] == [(0.5, 0.0)]
+    assert lines[-1] == "recipe: failed: the loss is NaN after 3,000 samples"
+    assert config_from_yaml((tmp_path / TUNED).read_text()) == SIMCLR
 
 
 def test_the_recipe_is_kept_beside_faster_and_better_trials() -> None:
@@ -310,7 +322,13 @@ def test_a_failed_trial_never_wins() -> None:
 
 
 def search_with(
-    monkeypatch: pytest.MonkeyPatch, config: RunConfig, output: Path, rows: list[int], tune: Any
+    monkeypatch: pytest.MonkeyPatch,
+    config: RunConfig,
+    output: Path,
+    rows: list[int],
+    tune: Any,
+    *,
+    end_s: float = 601.0,
 ) -> list[tuple[search.Runner, str]]:
     """Replace the pace run, which trains on so many ``rows`` of each data set, and Ray Tune; return the runs."""
     place, runs = Place(str(output)), list[tuple[search.Runner, str]]()
@@ -326,9 +344,9 @@ def search_with(
     monkeypatch.setattr(search, "connect_cluster", lambda *_, **__: None)
     monkeypatch.setattr(search.Runner, "run", run)
     monkeypatch.setattr(search, "tune_trials", tune)
-    # The fake returns before the deadline: just as much is left that the trials would have had.
+    # Without an error, the search lasts until its deadline, after 600 s.
     monkeypatch.setattr(search, "CLOSING_S", 0.0)
-    clock = iter([0.0, 0.0, 601.0])
+    clock = iter([0.0, 0.0, end_s])
     monkeypatch.setattr(search.time, "monotonic", lambda: next(clock))
     return runs
 
@@ -344,7 +362,7 @@ def test_a_failed_recipe_ends_the_search_with_its_error(
     def fail(_runner: Any, _rungs: Any, _space: Any, recorder: Recorder, **_: Any) -> None:
         report_recipe(recorder, 0.0, "the loss is NaN")
 
-    search_with(monkeypatch, SIMCLR, tmp_path, [5_000], fail)
+    search_with(monkeypatch, SIMCLR, tmp_path, [5_000], fail, end_s=60.0)
     source: Any = SimpleNamespace(num_rows=5_000, uri="data")
     with pytest.raises(RunError, match="the recipe failed: the loss is NaN"):
         search.search(SIMCLR, output=str(tmp_path), sources=[source], deadline=600.0, quiet=True)

@@ -96,8 +96,11 @@ class KeepingRecipe(ASHAScheduler):
 
 
 @final
-class Recorder(tune.Callback):
-    """Keep the scores of the trials, and write the best settings so far after each one."""
+class Recorder(tune.Callback, tune.Stopper):
+    """Keep the scores of the trials, and write the best settings so far after each one.
+
+    A failed trial is ended, and the search with it if the recipe fails.
+    """
 
     def __init__(
         self, config: RunConfig, place: Place, rungs: tuple[int, ...], report: Callable[[str], None]
@@ -105,6 +108,14 @@ class Recorder(tune.Callback):
         self._config, self._file, self._rungs, self._report = config, place / TUNED, rungs, report
         self._trials = {0: Trial(number=0, settings={})}
         self._write()
+
+    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
+        """Whether the trial failed."""
+        return bool(result.get("error"))
+
+    def stop_all(self) -> bool:
+        """Whether the recipe failed: no trial can be compared with it."""
+        return bool(self._trials[0].error)
 
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **_: Any
@@ -185,12 +196,12 @@ def search(
         )
         recorder = Recorder(config, run.output, rungs, report)
         tune_trials(runner, rungs, search_space(config, min(rows)), recorder, seconds=left_s(), debug=debug)
-        if left_s() > 0:  # Ray Tune returns before the end after Ctrl-C only
-            report(f"interrupted; the best settings so far are in {run.output / TUNED}")
-            raise KeyboardInterrupt
         result = recorder.result()
         if error := result.trials[0].error:
             raise RunError(f"the recipe failed: {error}")
+        if left_s() > 0:  # otherwise, Ray Tune returns before the end after Ctrl-C only
+            report(f"interrupted; the best settings so far are in {run.output / TUNED}")
+            raise KeyboardInterrupt
         return result
 
 
@@ -235,6 +246,7 @@ def tune_trials(
             storage_path=path,
             storage_filesystem=filesystem,
             callbacks=[recorder],
+            stop=recorder,
             verbose=0,
         ),
     )
