@@ -36,7 +36,7 @@ from raycl.tuning.plan import (
     search_space,
     trial_config,
 )
-from raycl.tuning.search import TUNED, KeepingRecipe, Recorder
+from raycl.tuning.search import TUNED, KeepingRecipe, Recorder, TuneResult
 from raycl.tuning.trial import _train
 from tests.images import write_digits
 
@@ -249,6 +249,32 @@ def test_equal_trials_return_the_recipe_itself(tmp_path: Path) -> None:
     result, _ = run_search(Place(str(tmp_path)), lambda number, rung: 0.5)
     assert (result.best.number, result.gain, result.config) == (0, 0.0, SIMCLR)
     assert config_from_yaml((tmp_path / TUNED).read_text()) == SIMCLR
+
+
+@pytest.mark.parametrize(
+    ("scores", "gain", "last"),
+    [
+        ((0.5,), "unknown: the time ended before the recipe's last rung, so nothing was compared;", "-"),
+        ((0.5, 0.5), "0", "best"),
+    ],
+)
+def test_a_recipe_before_its_last_rung_is_not_called_the_best(
+    scores: tuple[float, ...], gain: str, last: str
+) -> None:
+    trials = (trial(0, *scores), trial(1, 0.9))
+    result = TuneResult(
+        output=TUNED,
+        config=SIMCLR,
+        metric="knn_top1",
+        rungs=(1_000, 3_000),
+        recipe=SIMCLR,
+        trials=trials,
+        best=best_trial(trials, 2),
+    )
+    lines = str(result).splitlines()
+    assert lines[1].removeprefix("  gain over the recipe").strip().startswith(gain)
+    (row,) = (line for line in lines if line.startswith("recipe"))
+    assert row.split()[-1] == last
 
 
 def test_the_best_settings_so_far_are_a_file_that_train_reads(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from raycl.tuning.plan import (
 from raycl.tuning.trial import Runner, changed_settings, number_of, run_trial
 
 TUNED = "tuned.yaml"
+_UNKNOWN = "unknown: the time ended before the recipe's last rung, so nothing was compared; raise --minutes"
 
 
 @final
@@ -59,22 +60,26 @@ class TuneResult(Displayable):
 
     @property
     def gain(self) -> float:
-        """The metric of the best trial less the recipe's, in the last rung; 0 if the best one is the recipe."""
+        """The metric of the best trial less the recipe's, in the last rung; 0 if the best one is the recipe.
+
+        It is also 0 if the time ended before the recipe's last rung.
+        """
         return self.best.scores[-1] - self.trials[0].scores[-1] if self.best.number else 0.0
 
     def to_table(self) -> Table:
         """Show the settings of each trial, and its score in each rung."""
         paths = list(dict.fromkeys(path for trial in self.trials for path in trial.settings))
         own, rows = leaves(self.recipe), []
+        is_compared = len(self.trials[0].scores) == len(self.rungs)
         for trial in self.trials:
             scores = [*trial.scores, *[None] * (len(self.rungs) - len(trial.scores))]
             name = str(trial.number) if trial.number else "recipe"
-            note = "failed" if trial.error else "best" if trial == self.best else ""
+            note = "failed" if trial.error else "best" if is_compared and trial == self.best else ""
             rows.append((name, *({**own, **trial.settings}[path] for path in paths), *scores, note))
         names = [path.removeprefix("stages.0.") for path in paths]
         return Table(
             title=f"{self.metric} on held-out rows, by the samples of a run",
-            facts={"gain over the recipe": self.gain, "settings": self.output},
+            facts={"gain over the recipe": self.gain if is_compared else _UNKNOWN, "settings": self.output},
             columns=("trial", *names, *(f"{samples:,}" for samples in self.rungs), ""),
             rows=rows,
         )
