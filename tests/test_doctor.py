@@ -571,16 +571,66 @@ def test_the_kind_of_data_is_found_also_if_only_the_label_is_named(
     assert result.seen.startswith(f"1 rows with labels, {kind}, parquet in 1 fragment")
 
 
-def test_rows_that_a_run_would_refuse_are_red(tmp_path: Path) -> None:
+def use_sample(monkeypatch: pytest.MonkeyPatch, rows: list[SampledRow]) -> None:
+    """Replace the tasks that read a sample."""
+
+    def read(source: Any, config: RunConfig) -> DataSummary:
+        return DataSummary(source=source, rows=rows, num_flat=0, sample_bytes=0)
+
+    monkeypatch.setattr("raycl.doctor.data._read_sample", read)
+
+
+def test_rows_that_a_run_would_refuse_are_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_sample(monkeypatch, [SampledRow(where="", label=-1, error=None)])
     pq.write_table(pa.table({"image": [b"x"] * 3}), tmp_path / "a.parquet")
     uri = str(tmp_path / "a.parquet")
-    _, batch, labels = itertools.islice(check_data(uri, None, recipe("supcon", image_size=32)), 3)
+    _, labels, _, batch = check_data(uri, None, recipe("supcon", image_size=32))
     assert not batch.good
     assert batch.seen.startswith("a batch of 256 rows (stages.0.batch_size) is larger than the 3 rows")
     assert not labels.good
     assert labels.seen.startswith(
         "loss supcon needs labels, but the samples have none; put images in a folder"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "every_epochs", "num_rows", "labeled", "sample", "num_train"),
+    [
+        ("two_tower", 1, 1_000, True, "+---------", 90),
+        ("two_tower", 0, 1_000, True, "+---------", 100),
+        ("two_tower", 0, 1_000, True, "+--", None),
+        ("simclr", 1, 270, True, "..", 243),
+        ("simclr", 1, 290, True, "..", None),
+        ("simclr", 1, 270, False, "..", None),
+        ("simclr", 0, 270, True, "..", None),
+        ("simclr", 0, 270, True, ".........x", 243),
+    ],
+)
+def test_a_batch_is_compared_with_the_rows_that_a_run_trains_on(
+    name: str,
+    every_epochs: int,
+    num_rows: int,
+    labeled: bool,
+    sample: str,
+    num_train: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clicks = {"+": True, "-": False}
+    rows = [
+        SampledRow(where="", label=0, error="invalid" if each == "x" else None, is_click=clicks.get(each))
+        for each in sample
+    ]
+    use_sample(monkeypatch, rows)
+    contents = {"image": [b"x"]} if name == "simclr" else {"query": ["a"], "document": ["b"]}
+    columns = {**contents, "label": [0]} if labeled else contents
+    table = pa.table({column: values * num_rows for column, values in columns.items()})
+    pq.write_table(table, tmp_path / "a.parquet")
+    sizes = {"stages.0.batch_size": 256, "evaluation.every_epochs": every_epochs}
+    found = check_data(str(tmp_path / "a.parquet"), None, override(recipe(name, image_size=32), sizes))
+    batch = [each.seen for each in found if each.name == "batch size"]
+    assert len(batch) == (num_train is not None)
+    assert all(f"is larger than the {num_train} rows to train on" in seen for seen in batch)
 
 
 def test_a_column_label_of_other_values_is_named(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The search of `raycl tune`, with objectives in place of runs: what is searched, how long, and which trial wins."""
 
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
@@ -19,7 +20,9 @@ from raycl.config import RunConfig, Stage
 from raycl.config.overrides import config_from_yaml, differences, override
 from raycl.errors import ConfigError, DataError, RayclError, RunError
 from raycl.recipes import RECIPES, recipe
+from raycl.records import DATA
 from raycl.storage import Place
+from raycl.training.preflight import describe_data
 from raycl.tuning import search
 from raycl.tuning.plan import (
     ETA,
@@ -33,7 +36,7 @@ from raycl.tuning.plan import (
     search_space,
     trial_config,
 )
-from raycl.tuning.search import TUNED, KeepingRecipe, Recorder
+from raycl.tuning.search import TUNED, KeepingRecipe, Recorder, TuneResult
 from raycl.tuning.trial import _train
 from tests.images import write_digits
 
@@ -175,7 +178,7 @@ def test_the_recipe_wins_unless_another_trial_is_better_in_the_last_rung(
 def run_search(
     place: Place, objective: Any, num_trials: int = 30, num_rungs: int = 3
 ) -> tuple[Any, list[str]]:
-    """Run trials one after another as Ray Tune does; return the result and the printed lines."""
+    """Run trials one after another as Ray Tune does, until the recipe fails; return the result and the printed lines."""
     lines: list[str] = []
     recorder = Recorder(SIMCLR, place, tuple(1_000 * ETA**rung for rung in range(num_rungs)), lines.append)
     scheduler = KeepingRecipe(num_rungs)
@@ -185,10 +188,13 @@ def run_search(
         for rung in range(num_rungs):
             error = "" if (score := objective(number, rung)) is not None else "the loss is NaN"
             result = {"score": score or 0.0, "length": ETA**rung, "error": error}
-            decision = scheduler.on_trial_result(None, each, result)
+            is_over = recorder(each.trial_id, result)
+            is_over = is_over or scheduler.on_trial_result(None, each, result) == scheduler.STOP
             recorder.on_trial_result(rung, [], each, result)
-            if decision == scheduler.STOP:
+            if is_over:
                 break
+        if recorder.stop_all():
+            break
     return recorder.result(), lines
 
 
@@ -219,6 +225,15 @@ def test_the_worst_recipe_reaches_the_last_rung_and_a_failed_trial_is_ended(tmp_
     assert row.endswith("failed")
 
 
+def test_a_failed_recipe_ends_the_trials_at_once(tmp_path: Path) -> None:
+    result, lines = run_search(
+        Place(str(tmp_path)), lambda number, rung: None if (number, rung) == (0, 1) else 0.5
+    )
+    assert [each.scores for each in result.trials] == [(0.5, 0.0)]
+    assert lines[-1] == "recipe: failed: the loss is NaN after 3,000 samples"
+    assert config_from_yaml((tmp_path / TUNED).read_text()) == SIMCLR
+
+
 def test_the_recipe_is_kept_beside_faster_and_better_trials() -> None:
     scheduler, decisions = KeepingRecipe(2), []
     for number, score in ((1, 0.9), (2, 0.5), (3, 0.95), (0, 0.1)):
@@ -234,6 +249,32 @@ def test_equal_trials_return_the_recipe_itself(tmp_path: Path) -> None:
     result, _ = run_search(Place(str(tmp_path)), lambda number, rung: 0.5)
     assert (result.best.number, result.gain, result.config) == (0, 0.0, SIMCLR)
     assert config_from_yaml((tmp_path / TUNED).read_text()) == SIMCLR
+
+
+@pytest.mark.parametrize(
+    ("scores", "gain", "last"),
+    [
+        ((0.5,), "unknown: the time ended before the recipe's last rung, so nothing was compared;", "-"),
+        ((0.5, 0.5), "0", "best"),
+    ],
+)
+def test_a_recipe_before_its_last_rung_is_not_called_the_best(
+    scores: tuple[float, ...], gain: str, last: str
+) -> None:
+    trials = (trial(0, *scores), trial(1, 0.9))
+    result = TuneResult(
+        output=TUNED,
+        config=SIMCLR,
+        metric="knn_top1",
+        rungs=(1_000, 3_000),
+        recipe=SIMCLR,
+        trials=trials,
+        best=best_trial(trials, 2),
+    )
+    lines = str(result).splitlines()
+    assert lines[1].removeprefix("  gain over the recipe").strip().startswith(gain)
+    (row,) = (line for line in lines if line.startswith("recipe"))
+    assert row.split()[-1] == last
 
 
 def test_the_best_settings_so_far_are_a_file_that_train_reads(tmp_path: Path) -> None:
@@ -306,27 +347,70 @@ def test_a_failed_trial_never_wins() -> None:
     assert best_trial(trial_failed, 1).number == 0
 
 
+def search_with(
+    monkeypatch: pytest.MonkeyPatch,
+    config: RunConfig,
+    output: Path,
+    rows: list[int],
+    tune: Any,
+    *,
+    end_s: float = 601.0,
+) -> list[tuple[search.Runner, str]]:
+    """Replace the pace run, which trains on so many ``rows`` of each data set, and Ray Tune; return the runs."""
+    place, runs = Place(str(output)), list[tuple[search.Runner, str]]()
+
+    def run(runner: search.Runner, settings: Any, samples: int, name: str) -> Measured:
+        runs.append((runner, name))
+        described = describe_data([], rows, None, streamed=False)
+        (place / "trials" / name / DATA).write_text(json.dumps(described))
+        return Measured(0.5, 1.0, 1_000.0)
+
+    validated = nullcontext(SimpleNamespace(output=place, sources=(), config=config))
+    monkeypatch.setattr(search, "validate_run", lambda *_, **__: validated)
+    monkeypatch.setattr(search, "connect_cluster", lambda *_, **__: None)
+    monkeypatch.setattr(search.Runner, "run", run)
+    monkeypatch.setattr(search, "tune_trials", tune)
+    # Without an error, the search lasts until its deadline, after 600 s.
+    monkeypatch.setattr(search, "CLOSING_S", 0.0)
+    clock = iter([0.0, 0.0, end_s])
+    monkeypatch.setattr(search.time, "monotonic", lambda: next(clock))
+    return runs
+
+
+def report_recipe(recorder: Recorder, score: float, error: str = "") -> None:
+    trial = SimpleNamespace(trial_id="x_00000", config={})
+    recorder.on_trial_result(1, [], trial, {"score": score, "error": error})
+
+
 def test_a_failed_recipe_ends_the_search_with_its_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = Place(str(tmp_path))
-
     def fail(_runner: Any, _rungs: Any, _space: Any, recorder: Recorder, **_: Any) -> None:
-        trial = SimpleNamespace(trial_id="x_00000", config={})
-        recorder.on_trial_result(1, [], trial, {"score": 0.0, "error": "the loss is NaN"})
+        report_recipe(recorder, 0.0, "the loss is NaN")
 
-    run = nullcontext(SimpleNamespace(output=place, sources=(), config=SIMCLR))
-    monkeypatch.setattr(search, "validate_run", lambda *_, **__: run)
-    monkeypatch.setattr(search, "connect_cluster", lambda *_, **__: None)
-    monkeypatch.setattr(search.Runner, "run", lambda *_: Measured(0.5, 1.0, 1_000.0))
-    monkeypatch.setattr(search, "tune_trials", fail)
+    search_with(monkeypatch, SIMCLR, tmp_path, [5_000], fail, end_s=60.0)
     source: Any = SimpleNamespace(num_rows=5_000, uri="data")
-    # The fake returns before the deadline: just as much is left that the trials would have had.
-    monkeypatch.setattr(search, "CLOSING_S", 0.0)
-    clock = iter([0.0, 0.0, 601.0])
-    monkeypatch.setattr(search.time, "monotonic", lambda: next(clock))
     with pytest.raises(RunError, match="the recipe failed: the loss is NaN"):
-        search.search(SIMCLR, output=place.uri, sources=[source], deadline=600.0, quiet=True)
+        search.search(SIMCLR, output=str(tmp_path), sources=[source], deadline=600.0, quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes"), [([200], [32, 64]), ([100, 500], [32, 64]), ([300, 300], [32, 64, 128])]
+)
+def test_the_rows_of_the_pace_run_plan_the_search(
+    rows: list[int], sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = list[Any]()
+
+    def tune(_runner: Any, rungs: Any, space: Any, recorder: Recorder, **_: Any) -> None:
+        planned.extend((max(rungs), space[BATCH]))
+        report_recipe(recorder, 0.5)
+
+    config = override(recipe("two_tower"), {"stages.0.batch_size": 64, "stages.0.epochs": 20})
+    search_with(monkeypatch, config, tmp_path, rows, tune)
+    logs: Any = [SimpleNamespace(num_rows=5_000, uri="data")] * len(rows)  # with fewer clicks
+    search.search(config, output=str(tmp_path), sources=logs, deadline=600.0, quiet=True)
+    assert planned == [20 * sum(rows), sizes]
 
 
 def test_the_runs_of_trials_lie_below_an_address_with_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,29 +439,18 @@ def test_the_runs_of_trials_lie_below_an_address_with_options(monkeypatch: pytes
 def test_all_trials_have_the_tokenizer_of_the_first_run(
     config: RunConfig, shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, names, runners = Place(str(tmp_path)), list[str](), list[search.Runner]()
-
-    def run(runner: search.Runner, settings: Any, samples: int, name: str) -> Measured:
-        assert runner.config == config
-        names.append(name)
-        return Measured(0.5, 1.0, 1_000.0)
+    runners = list[search.Runner]()
 
     def tune(runner: search.Runner, _rungs: Any, _space: Any, recorder: Recorder, **_: Any) -> None:
         runners.append(runner)
-        trial = SimpleNamespace(trial_id="x_00000", config={})
-        recorder.on_trial_result(1, [], trial, {"score": 0.5, "error": ""})
+        report_recipe(recorder, 0.5)
 
-    validated = nullcontext(SimpleNamespace(output=place, sources=(), config=config))
-    monkeypatch.setattr(search, "validate_run", lambda *_, **__: validated)
-    monkeypatch.setattr(search, "connect_cluster", lambda *_, **__: None)
-    monkeypatch.setattr(search.Runner, "run", run)
-    monkeypatch.setattr(search, "tune_trials", tune)
-    monkeypatch.setattr(search, "CLOSING_S", 0.0)
-    clock = iter([0.0, 0.0, 601.0])
-    monkeypatch.setattr(search.time, "monotonic", lambda: next(clock))
+    runs = search_with(monkeypatch, config, tmp_path, [5_000], tune)
     source: Any = SimpleNamespace(num_rows=5_000, uri="data")
-    result = search.search(config, output=place.uri, sources=[source], deadline=600.0, quiet=True)
-    tokenizer = str(tmp_path / "trials" / names[0] / "tokenizer.json")
+    result = search.search(config, output=str(tmp_path), sources=[source], deadline=600.0, quiet=True)
+    ((first, name),) = runs
+    assert first.config == config
+    tokenizer = str(tmp_path / "trials" / name / "tokenizer.json")
     read = config if config.counts_tokens or not shared else override(config, {"text.corpus": None})
     changed = override(read, {"text.tokenizer": tokenizer}) if shared else config
     assert runners[0].config == changed

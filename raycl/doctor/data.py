@@ -25,6 +25,7 @@ from raycl.errors import DataError, InvalidValueError, RayclError, last_line
 from raycl.recipes import recipe
 from raycl.storage import Place
 from raycl.tokenization import Vocabulary
+from raycl.training.data_module import hold_out
 from raycl.training.preflight import check_has_labels, check_pairs, check_sizes, column_names, find_corpus
 from raycl.training.transforms import build_formats
 
@@ -88,6 +89,12 @@ class DataSummary:
         counts = [len(numbers) for role in ("caption", "text") for numbers in self.num_characters(role)]
         return float(np.mean(counts)) if counts else 1.0
 
+    @property
+    def num_valid(self) -> int:
+        """The estimated number of valid rows, or of valid clicks in a click log."""
+        valid = sum(row.error is None and row.is_click is not False for row in self.rows)
+        return round(valid / max(1, len(self.rows)) * self.source.num_rows)
+
     def num_characters(self, role: str) -> list[list[int]]:
         """Return the number of characters of each text of each valid row."""
         return [row.num_characters[role] for row in self.rows if role in row.num_characters]
@@ -118,6 +125,8 @@ def check_data(
         yield failed("sample", last_line(error), _FIX_ACCESS)
         return None
     yield _check_sample(summary, config.data.max_invalid_fraction)
+    if given is not None:
+        yield from _unfilled_batch(summary, given)
     if source.columns.label is not None or source.has_labels:
         labels = Counter(row.label for row in summary.rows)
         yield _check_labels(labels, source.columns.label or "the folders")
@@ -125,12 +134,10 @@ def check_data(
 
 
 def _unmet_needs(source: Source, config: RunConfig) -> Iterator[CheckResult]:
-    """Yield a failed result for splits in place of classes, too few rows for a batch, and missing labels."""
-    of_one = config.model_copy(update={"data": config.data.model_copy(update={"weights": None})})
+    """Yield a failed result for splits in place of classes, a missing corpus, and missing labels."""
     checks: tuple[tuple[str, Callable[[], object]], ...] = (
         ("labels", lambda: check_no_splits(source)),
         ("text.corpus", lambda: find_corpus(config)),
-        ("batch size", lambda: check_sizes(of_one, {source.uri: source.num_rows})),
         ("labels", lambda: check_has_labels(config, source.has_labels, source.ignored_label)),
     )
     for name, check in checks:
@@ -138,6 +145,17 @@ def _unmet_needs(source: Source, config: RunConfig) -> Iterator[CheckResult]:
             check()
         except RayclError as error:
             yield failed(name, str(error))
+
+
+def _unfilled_batch(summary: DataSummary, config: RunConfig) -> Iterator[CheckResult]:
+    """Yield a failed result if a batch is larger than the estimated number of rows to train on."""
+    source, num_rows = summary.source, summary.num_valid
+    holdout = hold_out(config, num_rows, can_be_evaluated=config.has_two_towers or source.has_labels)
+    of_one = config.model_copy(update={"data": config.data.model_copy(update={"weights": None})})
+    try:
+        check_sizes(of_one, {source.uri: num_rows - round(num_rows * holdout.test)})
+    except RayclError as error:
+        yield failed("batch size", str(error))
 
 
 def _find(uri: str, columns: ColumnNames | None, config: RunConfig | None) -> tuple[Source, RunConfig]:

@@ -59,7 +59,7 @@ def check_search(config: RunConfig, sources: Sequence[Source], minutes: float) -
 
 
 def search_space(config: RunConfig, num_rows: int) -> dict[str, Values]:
-    """Return the values to try of each setting that has an effect in the run; the data have ``num_rows``."""
+    """Return the values to try of each setting that has an effect; the smallest data set has ``num_rows``."""
     stage, (low, high) = config.stages[0], config.augment.crop_scale
     sizes = {int(stage.batch_size * share) for share in _SIZES}
     space: dict[str, Values] = {

@@ -21,6 +21,7 @@ from raycl.display import Displayable, Table
 from raycl.errors import ConfigError, RunError
 from raycl.models.registry import TOKENIZER
 from raycl.ray_runtime import connect_cluster, unwrap_ray_errors
+from raycl.records import DATA, read_object
 from raycl.storage import Place
 from raycl.training.controller import remove_leaked_placement_groups
 from raycl.training.preflight import validate_run
@@ -37,6 +38,7 @@ from raycl.tuning.plan import (
 from raycl.tuning.trial import Runner, changed_settings, number_of, run_trial
 
 TUNED = "tuned.yaml"
+_UNKNOWN = "unknown: the time ended before the recipe's last rung, so nothing was compared; raise --minutes"
 
 
 @final
@@ -58,22 +60,26 @@ class TuneResult(Displayable):
 
     @property
     def gain(self) -> float:
-        """The metric of the best trial less the recipe's, in the last rung; 0 if the best one is the recipe."""
+        """The metric of the best trial less the recipe's, in the last rung; 0 if the best one is the recipe.
+
+        It is also 0 if the time ended before the recipe's last rung.
+        """
         return self.best.scores[-1] - self.trials[0].scores[-1] if self.best.number else 0.0
 
     def to_table(self) -> Table:
         """Show the settings of each trial, and its score in each rung."""
         paths = list(dict.fromkeys(path for trial in self.trials for path in trial.settings))
         own, rows = leaves(self.recipe), []
+        is_compared = len(self.trials[0].scores) == len(self.rungs)
         for trial in self.trials:
             scores = [*trial.scores, *[None] * (len(self.rungs) - len(trial.scores))]
             name = str(trial.number) if trial.number else "recipe"
-            note = "failed" if trial.error else "best" if trial == self.best else ""
+            note = "failed" if trial.error else "best" if is_compared and trial == self.best else ""
             rows.append((name, *({**own, **trial.settings}[path] for path in paths), *scores, note))
         names = [path.removeprefix("stages.0.") for path in paths]
         return Table(
             title=f"{self.metric} on held-out rows, by the samples of a run",
-            facts={"gain over the recipe": self.gain, "settings": self.output},
+            facts={"gain over the recipe": self.gain if is_compared else _UNKNOWN, "settings": self.output},
             columns=("trial", *names, *(f"{samples:,}" for samples in self.rungs), ""),
             rows=rows,
         )
@@ -95,8 +101,11 @@ class KeepingRecipe(ASHAScheduler):
 
 
 @final
-class Recorder(tune.Callback):
-    """Keep the scores of the trials, and write the best settings so far after each one."""
+class Recorder(tune.Callback, tune.Stopper):
+    """Keep the scores of the trials, and write the best settings so far after each one.
+
+    A failed trial is ended, and the search with it if the recipe fails.
+    """
 
     def __init__(
         self, config: RunConfig, place: Place, rungs: tuple[int, ...], report: Callable[[str], None]
@@ -104,6 +113,14 @@ class Recorder(tune.Callback):
         self._config, self._file, self._rungs, self._report = config, place / TUNED, rungs, report
         self._trials = {0: Trial(number=0, settings={})}
         self._write()
+
+    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
+        """Whether the trial failed."""
+        return bool(result.get("error"))
+
+    def stop_all(self) -> bool:
+        """Whether the recipe failed: no trial can be compared with it."""
+        return bool(self._trials[0].error)
 
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **_: Any
@@ -156,7 +173,7 @@ def search(
     def left_s() -> float:
         return deadline - time.monotonic() - CLOSING_S
 
-    num_rows, data = sum(source.num_rows for source in sources), [source.uri for source in sources]
+    data = [source.uri for source in sources]
     with validate_run(
         config, output=output, resume=False, data=data, sources=sources, address=address
     ) as run:
@@ -169,24 +186,27 @@ def search(
         # Named by the time, since a search that is refused may be repeated.
         name = f"pace-{time.time():.0f}"
         pace = runner.run({}, PACE_STEPS * config.stages[0].batch_size, name)
+        # A run counts the pairs of a click log, not its rows.
+        described = read_object(trials / name / DATA)
+        rows = described.get("rows_per_data_set", [described["num_rows"]])
         if why_inactive(config, "text.vocabulary_size") is None:
             # Each trial would train the same tokenizer.
             shared = config if config.counts_tokens else override(config, {"text.corpus": None})
             shared = override(shared, {"text.tokenizer": (trials / name / TOKENIZER).uri})
             runner = replace(runner, config=shared)
-        rungs = plan_rungs(config, num_rows, pace, left_s())
+        rungs = plan_rungs(config, sum(rows), pace, left_s())
         report(
             f"a run takes {pace.overhead_s:.0f} s and trains on {pace.samples_per_second:,.0f} samples/s; rungs of "
             f"{', '.join(f'{samples:,}' for samples in rungs)} samples, each for the best third of the one before"
         )
         recorder = Recorder(config, run.output, rungs, report)
-        tune_trials(runner, rungs, search_space(config, num_rows), recorder, seconds=left_s(), debug=debug)
-        if left_s() > 0:  # Ray Tune returns before the end after Ctrl-C only
-            report(f"interrupted; the best settings so far are in {run.output / TUNED}")
-            raise KeyboardInterrupt
+        tune_trials(runner, rungs, search_space(config, min(rows)), recorder, seconds=left_s(), debug=debug)
         result = recorder.result()
         if error := result.trials[0].error:
             raise RunError(f"the recipe failed: {error}")
+        if left_s() > 0:  # otherwise, Ray Tune returns before the end after Ctrl-C only
+            report(f"interrupted; the best settings so far are in {run.output / TUNED}")
+            raise KeyboardInterrupt
         return result
 
 
@@ -231,6 +251,7 @@ def tune_trials(
             storage_path=path,
             storage_filesystem=filesystem,
             callbacks=[recorder],
+            stop=recorder,
             verbose=0,
         ),
     )

@@ -75,15 +75,16 @@ def test_a_search_trains_trials_and_writes_settings_that_train(
 
 @dataclass(frozen=True)
 class Objective:
-    """Scores settings in place of a ``Runner``, without training; trial 1 fails, and trial 2 does not end."""
+    """Scores settings in place of a ``Runner``, without training; one trial fails, and trial 2 does not end."""
 
     config: RunConfig
     output: str
+    failing: int = 1
 
     def run(self, settings: Mapping[str, Any], samples: int, name: str) -> Measured:
         if name.startswith("2-"):
             time.sleep(600)
-        if name.startswith("1-"):
+        if name.startswith(f"{self.failing}-"):
             raise RunError("the loss is NaN")
         return Measured(0.5, 0.0, 1_000.0)
 
@@ -104,3 +105,16 @@ def test_the_time_ends_a_trial_that_does_not_and_a_failed_trial_is_a_line(tmp_pa
     ]
     assert lines[0] == "recipe: knn_top1 0.5000 after 1,000 samples"
     assert lines[2].endswith("failed: the loss is NaN after 1,000 samples")
+
+
+@pytest.mark.drill
+def test_a_failed_recipe_ends_the_search_long_before_the_time(tmp_path: Path) -> None:
+    config: RunConfig = recipe("simclr", image_size=16)
+    place, rungs = Place(str(tmp_path)), (1_000, 3_000)
+    recorder = search.Recorder(config, place, rungs, lambda _: None)
+    runner: Any = Objective(config, (place / "trials").uri, failing=0)
+    space = search.search_space(config, 10_000)
+    began = time.monotonic()
+    search.tune_trials(runner, rungs, space, recorder, seconds=300.0, debug=False)
+    assert time.monotonic() - began < 100.0
+    assert [(trial.number, trial.scores) for trial in recorder.result().trials] == [(0, (0.0,))]
