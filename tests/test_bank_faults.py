@@ -127,6 +127,7 @@ def a_spec(kind: Any, output: Path, **changed: Any) -> BankSpec:
         changed["capacity"] = len(IDS)
     usual = {"name": "bank", "kind": kind, "dim": DIM, "output": str(output), "capacity": 30}
     spec = BankSpec(**{**usual, **changed})
+    output.mkdir(exist_ok=True)
     if kind == "memory_bank":
         write_samples(spec, np.sort(IDS))
     return spec

@@ -103,6 +103,7 @@ def unit_rows(num_rows: int, seed: int) -> np.ndarray:
 @pytest.fixture
 def bank(called: None, tmp_path: Path) -> Bank:
     """Return a queue with 10 rows from each of steps 1 to 3, of samples 0 to 29, and one row with a large id."""
+    (tmp_path / "run").mkdir()
     spec = BankSpec(name="test", kind="queue", dim=DIM, capacity=CAPACITY, output=str(tmp_path / "run"))
     bank = Bank(spec, [QueueActor(spec)])
     for step in range(3):
