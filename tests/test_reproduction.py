@@ -249,6 +249,16 @@ def lines(end_to_end: tuple[float, float], bank: tuple[float, float], moco: tupl
     }
 
 
+def test_the_claim_of_a_bank_compares_the_most_negatives_with_the_fewest() -> None:
+    def bank(fewest: float, most: float) -> Planted:
+        return {"bank-32": knn(fewest, fewest, fewest + 0.02), "bank-512": knn(most, most, most)}
+
+    assert verdicts("bank", bank(0.3, 0.33)) == [True]
+    assert verdicts("bank", bank(0.3, 0.32)) == [False]  # no more than the spread
+    assert verdicts("bank", bank(0.3, 0.2)) == [False]
+    assert verdicts("bank", {"bank-32": knn(0.3, 0.3, 0.3)}) == [None]
+
+
 def test_negatives_claims_compare_gains_and_common_points() -> None:
     assert verdicts("negatives", lines((0.3, 0.4), (0.2, 0.35), (0.3, 0.4))) == [True, True, True]
     assert verdicts("negatives", lines((0.3, 0.3), (0.2, 0.35), (0.3, 0.4))) == [False, True, True]

@@ -11,7 +11,7 @@ END_TO_END, BANK, MOCO = "end to end", "memory bank", "MoCo"
 LINES = (END_TO_END, BANK, MOCO)
 
 # The three lines share everything but the source of their keys.
-_SHARED: dict[str, Any] = {
+SHARED: dict[str, Any] = {
     "augment.brightness": 0.4,
     "augment.contrast": 0.4,
     "augment.saturation": 0.4,
@@ -26,7 +26,7 @@ _SHARED: dict[str, Any] = {
     "stages.0.learning_rate_schedule": "cosine",
 }
 # The most rows each line can normalize together: a queue leaks unless keys are shuffled.
-_BATCHNORM = {
+BATCHNORM = {
     END_TO_END: {"batchnorm": "synchronized"},
     BANK: {"batchnorm": "synchronized"},
     # The fewest groups of shuffled BatchNorm, and so the most rows per group.
@@ -46,7 +46,7 @@ def _settings(batch_size: int, in_batch: Sequence[int], stored: Sequence[int]) -
             name=f"{short}-{count}",
             label=f"{line}, {count:,}",
             recipe=recipe,
-            overrides={"stages.0.batch_size": batch_size, **_BATCHNORM[line], key: count},
+            overrides={"stages.0.batch_size": batch_size, **BATCHNORM[line], key: count},
             line=line,
             x=count,
         )
@@ -120,8 +120,8 @@ FIGURE = ClaimFigure(
         "gpu": _settings(256, (256, 512, 1_024, 2_048), (256, 1_024, 4_096, 16_384)),
     },
     shared={
-        "cpu": {**_SHARED, "stages.0.epochs": 6, "stages.0.warmup_epochs": 0.5},
-        "gpu": {**_SHARED, "stages.0.epochs": 200, "stages.0.warmup_epochs": 5.0},
+        "cpu": {**SHARED, "stages.0.epochs": 6, "stages.0.warmup_epochs": 0.5},
+        "gpu": {**SHARED, "stages.0.epochs": 200, "stages.0.warmup_epochs": 5.0},
     },
     columns={"knn_top1": "kNN top-1", "loss": "last loss", "steps": "steps", "seconds": "seconds"},
     claims=claims,
