@@ -17,14 +17,24 @@ from raycl.data.in_memory import pixels_of
 from raycl.data.read_stats import ReadStats
 from raycl.data.sources import Source
 from raycl.errors import ConfigError, DataError, RayclError
-from raycl.inference.reading import read_images
-from raycl.preparation import _image_tables, gather_texts, make_tokenizer, pack_images, pack_rows
+from raycl.evaluation import sts
+from raycl.inference.reading import read_images, read_pairs
+from raycl.preparation import (
+    _image_tables,
+    gather_texts,
+    group_pairs,
+    make_tokenizer,
+    pack_images,
+    pack_rows,
+)
 from raycl.training.data_set import read_vocabulary
 from tests.images import encode
 from tests.table_files import write_rows
 from tests.texts import invented_texts
 
 ROOT = Path(__file__).parent.parent
+
+LOG = ColumnNames(image=None, query="query", document="document", label="label")
 
 
 def rows_gathered_from(folder: Path, groups: pa.Array, texts: pa.Array) -> tuple[list[list[str]], int]:
@@ -296,3 +306,23 @@ def test_files_without_rows_are_refused_before_reading(pack: Any, tmp_path: Path
     with pytest.raises(ConfigError, match="rows_per_file must be at least 1, came 0"):
         pack(str(tmp_path / "nothing"), str(tmp_path / "out"), rows_per_file=0)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda data, new: pack_rows(data, new, columns=ColumnNames(image=None, query="query")),
+        lambda data, new: gather_texts(data, new, group="label", text="query"),
+        lambda data, new: group_pairs(data, new, columns=LOG),
+        lambda data, _: read_pairs(data, LOG),
+        lambda data, _: sts._read(data, quiet=True),
+    ],
+)
+def test_a_folder_of_splits_is_refused_wherever_it_is_read_whole(read: Any, tmp_path: Path) -> None:
+    row = {"query": "a", "document": "b", "label": 1, "sentence1": "a", "sentence2": "b", "score": 1.0}
+    for split in ("train", "test"):
+        (tmp_path / "data" / split).mkdir(parents=True)
+        write_rows(tmp_path / "data" / split / "rows.csv", [row])
+    with pytest.raises(DataError, match="holds a data set in 2 splits; give --data "):
+        read(str(tmp_path / "data"), str(tmp_path / "new"))
+    assert not (tmp_path / "new").exists()
