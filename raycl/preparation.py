@@ -39,13 +39,18 @@ def pack_images(
     Many small files read slowly, above all from S3. Columns: ``image``, ``label`` (the name of the
     class folder), ``sample_id``, ``path``. Invalid images are copied too, and an
     unreadable file becomes null; training counts both. Raises ``StorageError`` if the output exists,
-    ``DataError`` for a folder of splits, ``ConfigError`` for less than a row per file.
+    ``DataError`` for a folder of splits or of other files, ``ConfigError`` for less than a row per file.
     """
     _check_rows_per_file(rows_per_file)
     check_output_is_outside(output, [data])
     with writing_new(output) as place:
         source = find_source(data)
         check_no_splits(source)
+        if source.kind != "folder":
+            raise DataError(
+                f"{data} holds rows ({source.kind}), whose other columns would be lost; pack tars, CSV or JSONL files by "
+                "`prepare.py rows --columns image,...`, or train on it as it is"
+            )
         stats = _write(
             source, _image_tables, place, rows_per_file=rows_per_file, address=address, debug=debug
         )

@@ -73,6 +73,17 @@ def test_a_match_of_a_query_never_becomes_its_negative() -> None:
     assert (mined.num_pairs, mined.num_negatives) == (2, 0)
 
 
+def test_documents_that_a_chain_of_ids_joins_stay_joined_in_the_mined_file() -> None:
+    by_role = {"query": ["q", "r", "s"], "document": ["a", "a", "b"], "document_id": [1, 2, 2]}
+    pairs = _Pairs(Values(by_role=by_role, label=np.full(3, -1)))
+    nowhere = np.full((3, 1), -1)
+    table, _ = joined(pairs.with_mined((np.zeros((3, 1)), nowhere), np.full(3, 0.8), 3, 0.95))
+    again = {role: table[role].to_pylist() for role in by_role}
+    assert again["document"] == ["a", "a", "b"]
+    known = _Pairs(Values(by_role=again, label=np.full(3, -1))).document
+    assert [known.entity[known.number[text]] for text in ("a", "b")] == [0, 0]
+
+
 def test_documents_too_similar_to_the_query_are_skipped_and_counted() -> None:
     by_role = {"query": ["q", "r", "s"], "document": ["a", "b", "c"]}
     pairs = _Pairs(Values(by_role=by_role, label=np.full(3, -1)))
@@ -261,8 +272,11 @@ def test_the_nearest_documents_without_matching_text_or_id_become_negatives(seed
                 kept.append(text)
         return kept
 
-    first_id = dict(reversed(list(zip(texts, ids, strict=True))))
-    query_id = dict(reversed(list(zip(rows["query"], rows["query_id"], strict=True))))
+    def first_id(group: set[str], names: list[str], ids: list[int]) -> int:
+        return next(each for name, each in zip(names, ids, strict=True) if name in group)
+
+    query_id = {text: first_id(group, rows["query"], rows["query_id"]) for text, group in queries.items()}
+    document_id = {text: first_id(group, texts, ids) for text, group in documents.items()}
     expected, num_mined = [], 0
     for query, document in pairs:
         asked = zip(rows["query"], rows["negatives"], strict=True)
@@ -272,7 +286,7 @@ def test_the_nearest_documents_without_matching_text_or_id_become_negatives(seed
         negatives = once(query, [*explicit, *nearest])[: len(explicit) + 3]
         num_mined += len(negatives) - len(explicit)
         values = query, document, negatives
-        named = query_id[query], first_id[document], [first_id[text] for text in negatives]
+        named = query_id[query], document_id[document], [document_id[text] for text in negatives]
         expected.append(dict(zip(rows, (*values, *named), strict=True)))
     table, mined = mined_from(rows)
     assert table == expected

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 import raycl
 from raycl.config.overrides import config_to_yaml
+from raycl.data.ids import stable_id
 from raycl.errors import ConfigError, DataError
 from raycl.losses.clip import Clip
 from raycl.losses.dcl import Dcl
@@ -343,6 +344,8 @@ def test_a_sample_of_several_data_sets_is_found_with_its_data_set(mixed_run: Pat
     assert [each["data_set"] for each in found] == [lines[each["step"] - 1]["data_set"] for each in found]
     with pytest.raises(DataError, match=r"no sample 200; its 278 training samples have ids such as 0"):
         raycl.find_steps(mixed_run, "sample=200")
+    with pytest.raises(DataError, match=f"no sample {stable_id('cat-17')}; its 278"):  # an id that is text
+        raycl.find_steps(mixed_run, "sample=cat-17")
     with pytest.raises(DataError, match=r"the sample 198 \(large\.parquet row 198\) is "):
         raycl.find_steps(mixed_run, "sample=198")
 

@@ -63,6 +63,13 @@ def expected(run: str, num_images: int) -> Tensor:
     return encoder.encode(digit_files(num_images)[0])
 
 
+def test_images_of_tables_are_packed_with_their_other_columns_only(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"image": [b"a"], "caption": ["b"]}), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"holds rows \(parquet\), whose other columns would be lost"):
+        pack_images(str(tmp_path / "rows.parquet"), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_small_set_is_embedded_in_this_process(
     run: str, tmp_path: Path, connected: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

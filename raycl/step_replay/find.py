@@ -9,6 +9,7 @@ from typing import Any, final
 
 import numpy as np
 
+from raycl.data.ids import stable_id
 from raycl.data.in_memory import Batch
 from raycl.data.sampler import BatchShard
 from raycl.display import Displayable, Table
@@ -54,13 +55,14 @@ class FoundSteps(Displayable):
 def find_steps(run: str, find: str, *, top: int = 5, data: Sequence[str] = ()) -> FoundSteps:
     """Find steps, as ``raycl.find_steps`` does."""
     kind, _, value = find.partition("=")
-    if find not in ("max-loss", "nan") and not (kind == "sample" and re.fullmatch(r"-?[0-9]+", value)):
+    if find not in ("max-loss", "nan") and not (kind == "sample" and value):
         raise ConfigError(f"--find takes {KINDS}, got {find!r}")
     if top < 1:
         raise ConfigError(f"--top must be at least 1, got {top}")
     record = read_record(run, data=data)
     if kind == "sample":
-        return FoundSteps(run=run, find=find, steps=list(_steps_of_sample(read_rows(record), int(value))))
+        sample_id = stable_id(int(value) if re.fullmatch(r"-?[0-9]+", value) else value)
+        return FoundSteps(run=run, find=find, steps=list(_steps_of_sample(read_rows(record), sample_id)))
     found = _largest(record, top) if find == "max-loss" else list(_not_finite(record))
     return FoundSteps(run=run, find=find, steps=found)
 

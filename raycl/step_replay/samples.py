@@ -27,7 +27,7 @@ class RenderedSample:
 
     Attributes:
         sample_id: its id; None for an explicit negative, and for a stored row that is of no row of the data.
-        view: ``a`` and ``b`` of two views, ``query`` and ``document`` of pairs, ``image`` and ``caption``; None for
+        view: ``a`` and ``b`` of two views, ``query``, ``document`` and ``negative`` of pairs, ``image`` and ``caption``; None for
             stored rows.
         name: where the sample came from: a file, or a file and a row.
         label: its class, if it has one.
