@@ -253,10 +253,13 @@ def test_the_claim_of_a_bank_compares_the_most_negatives_with_the_fewest() -> No
     def bank(fewest: float, most: float) -> Planted:
         return {"bank-32": knn(fewest, fewest, fewest + 0.02), "bank-512": knn(most, most, most)}
 
-    assert verdicts("bank", bank(0.3, 0.33)) == [True]
-    assert verdicts("bank", bank(0.3, 0.32)) == [False]  # no more than the spread
-    assert verdicts("bank", bank(0.3, 0.2)) == [False]
-    assert verdicts("bank", {"bank-32": knn(0.3, 0.3, 0.3)}) == [None]
+    assert verdicts("bank", bank(0.3, 0.33)) == [True, None]
+    assert verdicts("bank", bank(0.3, 0.32)) == [False, None]  # no more than the spread
+    assert verdicts("bank", bank(0.3, 0.2)) == [False, None]
+    assert verdicts("bank", {"bank-32": knn(0.3, 0.3, 0.3)}) == [None, None]
+    fewest, most = knn(0.3, 0.3, 0.31, 0.32, 0.33), knn(0.34, 0.35, 0.35, 0.36, 0.38)
+    assert verdicts("bank", {"bank-32": fewest, "bank-512": most}) == [False, True]
+    assert verdicts("bank", {"bank-32": fewest, "bank-512": knn(0.33, 0.4, 0.4, 0.4, 0.4)}) == [True, False]
 
 
 def test_negatives_claims_compare_gains_and_common_points() -> None:
