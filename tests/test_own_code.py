@@ -15,8 +15,11 @@ import raycl
 from raycl.augment import ImageAugmentation, two_views
 from raycl.augment.images import center_view
 from raycl.batchnorm import replace_batchnorm
+from raycl.config import RunConfig
 from raycl.errors import ConfigError
 from raycl.losses import clip, dcl, nt_xent, poly_view, siglip, supcon
+from raycl.models.build import build_towers, save_towers
+from raycl.models.custom import use_channels_last
 from raycl.models.encoder_io import save_encoder
 from raycl.negatives import KeyQueue, MemoryBank
 from raycl.optim import build_optimizer
@@ -62,6 +65,80 @@ def test_an_encoder_of_another_precision_encodes_images(dtype: torch.dtype) -> N
     found = copy.deepcopy(encoder).to(dtype).encode(images)
     assert found.dtype == torch.float32
     assert F.cosine_similarity(found, expected).min() > 0.999
+
+
+class Projection(nn.Module):
+    """A network with a buffer and no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.eye(64)[:32])
+
+    def forward(self, images: Tensor) -> Tensor:
+        return F.linear(images.flatten(1), self.weight)
+
+
+class OfDepth(nn.Module):
+    """A network with a 3-D convolution and lazy layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv3d(1, 8, (1, 3, 3))
+        self.norm = nn.LazyBatchNorm2d()
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.norm(self.patches(images[:, :, None])[:, :, 0]).mean((2, 3))
+
+
+class WithState(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"calls": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def gray(**settings: Any) -> RunConfig:
+    small = {"data.image_size": 8, "data.channels": 1, "projection_head.dim": 8}
+    return raycl.override(raycl.recipe("simclr", image_size=32), {**small, **settings})
+
+
+def test_an_encoder_without_parameters_encodes_images(tmp_path: Path) -> None:
+    save_encoder(Projection(), image_encoder().spec, Place(str(tmp_path)))
+    encoder = raycl.load_encoder(str(tmp_path), network=Projection())
+    found = encoder.encode(PIXELS[:, :8, :8, :1])
+    assert found.equal(Projection()(encoder.prepare(PIXELS[:, :8, :8, :1])))
+
+
+@pytest.mark.parametrize("norm", ["synchronized", "group", "layer"])
+def test_a_network_of_lazy_layers_and_3d_convolutions_is_loaded_as_it_was_trained(
+    norm: str, tmp_path: Path
+) -> None:
+    config = gray(batchnorm=norm)
+    tower = build_towers(config, network=OfDepth())
+    use_channels_last(tower)
+    tower(torch.rand(4, 1, 8, 8))
+    tower.eval()
+    save_towers(tower, config, None, Place(str(tmp_path)))
+    encoder = raycl.load_encoder(str(tmp_path), network=OfDepth())
+    images = PIXELS[:, :8, :8, :1]
+    assert encoder.encode(images).equal(tower.encoder(encoder.prepare(images)))
+
+
+def test_a_state_that_a_file_of_tensors_cannot_hold_is_refused_before_training() -> None:
+    network = nn.Sequential(nn.Flatten(), WithState(64, 8))
+    with pytest.raises(ConfigError, match=r"the encoder has the state 1\._extra_state, which is dict"):
+        build_towers(gray(), network=network)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [("{clip: .inf}", "not finite, which JSON cannot store"), ("{sizes: {1: 2}}", "the key 1 is not text")],
+)
+def test_arguments_that_would_reach_the_network_changed_are_refused(value: str, says: str) -> None:
+    settings = ["encoder.name=tests.pairs:small_network", f"encoder.kwargs={value}"]
+    with pytest.raises(ConfigError, match=says):
+        raycl.override(raycl.recipe("simclr", image_size=32), settings)
 
 
 def test_two_runs_with_one_network_are_two_encoders(tmp_path: Path) -> None:

@@ -257,3 +257,7 @@ def test_an_encoder_of_the_users_is_refused() -> None:
         ConfigError, match=r"encoder\.whitening acts only with .* set encoder\.whitening=null"
     ):
         _check_encoder_names(config_of(), own_encoder=True)
+    with pytest.raises(
+        ConfigError, match=r"encoder\.freeze_patches acts only .* encoder\.freeze_patches=false"
+    ):
+        _check_encoder_names(recipe("moco_v3", image_size=32), own_encoder=True)

@@ -22,7 +22,7 @@ from raycl.arguments import check_type
 from raycl.config import RunConfig, Stage
 from raycl.config.conditions import active_settings, flat, leaves, why_inactive
 from raycl.config.run import LENIENT, TRAINED
-from raycl.config.schema import Section, ViewsConfig
+from raycl.config.schema import Section, ViewsConfig, check_text_keys
 from raycl.errors import ConfigError
 
 MOST_VALUES = 100_000
@@ -65,12 +65,15 @@ def config_from_dict(
     ``trained`` may also have settings that exclude each other. Raises ``ConfigError`` naming the key.
     """
     try:
+        check_text_keys(values)
         text = json.dumps(values, default=_plain)
         if not (drops_inactive or trained):
             return RunConfig.model_validate_json(text)
         run = RunConfig.model_validate_json(text, context=TRAINED if trained else LENIENT)
     except ValidationError as error:
         raise ConfigError(_one_line(error)) from None
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     except TypeError as error:
         raise ConfigError(f"the configuration contains a value that YAML cannot represent: {error}") from None
     # Repeated, since a dropped setting may be the condition of another one.

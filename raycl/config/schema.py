@@ -1,5 +1,6 @@
 """The sections of a run's configuration."""
 
+import json
 import re
 from typing import Annotated, Any, Literal, Self, final
 
@@ -33,6 +34,17 @@ def _ascending(values: tuple[float, float]) -> tuple[float, float]:
 
 Range = Annotated[tuple[Positive, Positive], AfterValidator(_ascending)]
 _CropScale = Annotated[tuple[_Share, _Share], AfterValidator(_ascending)]
+
+
+def check_text_keys(value: Any) -> None:
+    """Raise ``ValueError`` for a key that JSON would turn into text."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"the key {key!r} is not text; put it into quotes")
+            check_text_keys(each)
+    for each in value if isinstance(value, list | tuple) else ():
+        check_text_keys(each)
 
 
 def scaled_size(size: int, *, full: int, new_full: int) -> int:
@@ -324,7 +336,7 @@ class EncoderConfig(Section):
     """Multiplier of an image network's channels."""
 
     kwargs: dict[str, Any] = {}
-    """Keyword arguments of a text encoder or a custom network."""
+    """Keyword arguments of a text encoder or a custom network: finite numbers, text, lists and mappings by text."""
 
     freeze_patches: bool = False
     """Whether the patch projection of a ViT keeps its random weights, which makes training stable (Chen et al.,
@@ -336,6 +348,16 @@ class EncoderConfig(Section):
     makes them equal in all directions. Neighbors become better, and a classifier of few labels may become worse.
     Default: no such layer.
     """
+
+    @field_validator("kwargs")
+    @classmethod
+    def _is_json(cls, values: dict[str, Any]) -> dict[str, Any]:
+        check_text_keys(values)
+        try:
+            json.dumps(values, allow_nan=False)
+        except ValueError:
+            raise ValueError(f"{values} has a number that is not finite, which JSON cannot store") from None
+        return values
 
 
 @final

@@ -17,6 +17,7 @@ from raycl.gpus import available_cores
 from raycl.gradient_cache import checkpoint_activations, embed_in_chunks
 from raycl.models.blocks import residual_blocks
 from raycl.models.build import build_prediction_head, build_towers
+from raycl.models.custom import use_channels_last
 from raycl.models.towers import Tower, TwoTowers
 from raycl.tokenization import Tokenizer, Vocabulary
 from raycl.training.pools import pools_of
@@ -60,7 +61,7 @@ def profile_memory(config: RunConfig, stage: Stage, tokenizer: Tokenizer | None)
     process = process_memory()
     torch.set_num_threads(available_cores())
     towers = build_towers(config, _vocabulary(config, tokenizer))
-    towers.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    use_channels_last(towers)
     head = build_prediction_head(config)
     if config.batchnorm == "shuffled":
         for network in filter(None, (towers, head)):

@@ -21,7 +21,8 @@ def checkpoint_activations(
 
     Embeddings, gradients and BatchNorm's running statistics stay equal to the last bit; dropout draws the
     same masks. Time is one more forward pass of the blocks. With k above 1, the first pass raises
-    ``ConfigError`` for blocks that take other outputs of a block than its first, such as T5's position bias.
+    ``ConfigError`` for blocks that take other outputs of a block than its first, such as T5's position bias, and for
+    layers between blocks.
 
     Args:
         tower: the network of the blocks.
@@ -56,6 +57,7 @@ class _Segment:
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self._blocks = blocks
         self._waiting: list[Callable[[Tensor], Any]] = []
+        self._passed: Tensor | None = None  # to the next block
         self._num_outputs: int | None = None  # of a block, 0 for a tensor; None before the first pass
         self._other_outputs: list[Any] = []  # of the first block in the first pass
 
@@ -67,6 +69,12 @@ class _Segment:
             return forward(rows)
         if block is self._blocks[0]:
             self._waiting = []  # of a pass that failed
+        elif rows is not self._passed:
+            self._num_outputs = None
+            raise ConfigError(
+                f"activation_checkpoint_every runs several blocks in a row, and {type(block).__name__} takes something else "
+                "than the result of the block before it; set it to 1"
+            )
         others, self._other_outputs = self._other_outputs, []
         if any(value is other for value in (*args, *kwargs.values()) for other in others):
             self._num_outputs = None
@@ -76,9 +84,11 @@ class _Segment:
             )
         self._waiting.append(forward)
         if block is not self._blocks[-1] and self._num_outputs is not None:
+            self._passed = rows
             return (rows, *[None] * (self._num_outputs - 1)) if self._num_outputs else rows
         ready, self._waiting = self._waiting, []
         output = checkpoint(partial(self._run, ready), rows, use_reentrant=False, context_fn=self._contexts)
+        self._passed = output[0] if isinstance(output, tuple) else output
         if isinstance(output, tuple) and block is not self._blocks[-1]:
             given = {id(each) for each in (None, *args, *kwargs.values())}
             self._other_outputs = [each for each in output[1:] if id(each) not in given]

@@ -29,6 +29,7 @@ from raycl.inference.index import write_index
 from raycl.inference.preflight import allowed_invalid_fraction, check_index, check_inputs, check_values
 from raycl.inference.reading import connect_unless_small, counted_rows, counting_decoder, report_unread
 from raycl.lease import writing_new
+from raycl.models.custom import device_of, use_channels_last
 from raycl.models.encoder_io import ImageEncoder, SavedEncoder, TextEncoder
 from raycl.models.registry import SideName, trusted_packages
 from raycl.ray_runtime import fetch_tables, wait_for_cpu
@@ -237,7 +238,7 @@ class Embedder:
         # bfloat16 is twice as fast, and equal to three digits, as in training.
         is_fast = use_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
         if isinstance(encoder, ImageEncoder):
-            self._encoder.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+            use_channels_last(self._encoder)
         self._precision = "bfloat16" if is_fast else "float32"
         self._formats = formats_of(self._encoder)
 
@@ -292,7 +293,7 @@ def encoder_input(encoder: ImageEncoder | TextEncoder, batch: Batch) -> Tensor:
     """Return the encoder's input for a batch, on the encoder's device: the images, or the first text of each row."""
     is_image = isinstance(encoder, ImageEncoder)
     values = pixels_of(batch).images if is_image else _first_texts(batch).padded()
-    (moved,) = upload([torch.from_numpy(values)], next(encoder.parameters()).device)
+    (moved,) = upload([torch.from_numpy(values)], device_of(encoder))
     return encoder.prepare(moved) if is_image else moved
 
 

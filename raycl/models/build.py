@@ -132,6 +132,7 @@ def build_towers(
         encoder = build_encoder(config, spec, vocabulary) if network is None else network
         torch.manual_seed(config.seed + 1 + number)
         dim = _representation_dim(spec, encoder)
+        _check_state(encoder)
         if isinstance(spec, ImageEncoderSpec):
             _check_image_sizes(config, encoder, dim)
         head = build_projection_head(dim, **config.projection_head.model_dump())
@@ -149,6 +150,16 @@ def build_towers(
         )
     # The user's network may be in eval mode, which the momentum encoder would copy.
     return _with_batchnorm(towers, config).train()
+
+
+def _check_state(encoder: nn.Module) -> None:
+    """Raise ``ConfigError`` if an encoder has a state that its file cannot hold."""
+    for name, value in encoder.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"the encoder has the state {name}, which is {type(value).__name__}, and encoders are saved as tensors; "
+                "return a tensor from its get_extra_state()"
+            )
 
 
 def leaves_parameters_unused(config: RunConfig, towers: Towers, vocabulary: Vocabulary | None = None) -> bool:

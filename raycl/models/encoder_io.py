@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from pydantic import ValidationError
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from raycl.arguments import check_type
 from raycl.augment.checks import check_images
@@ -27,7 +28,8 @@ from raycl.augment.images import as_tensor, center_view
 from raycl.batchnorm import replace_batchnorm
 from raycl.data.images import ImageFormat, InvalidImageError
 from raycl.errors import ConfigError, DataError, StorageError, one_line
-from raycl.models.image import last_layer
+from raycl.models.custom import device_of, output_dim
+from raycl.models.image import image_example, last_layer
 from raycl.models.registry import (
     HEAD_WEIGHTS,
     KEY,
@@ -40,6 +42,7 @@ from raycl.models.registry import (
     check_trusted,
 )
 from raycl.models.specs import EncoderSpec, ImageEncoderSpec, TextEncoderSpec
+from raycl.models.text import text_example
 from raycl.models.towers import build_projection_head
 from raycl.models.whitening import Whitening
 from raycl.storage import Place
@@ -65,7 +68,7 @@ class ImageEncoder(nn.Module):
         """Resize and normalize uint8 images [batch, height, width, channels], or a list as in ``encode``."""
         pixels = images if isinstance(images, Tensor | np.ndarray) else self._decode(images, 0)
         check_images(pixels, channels=self.spec.channels)
-        rows = as_tensor(pixels).to(_device_of(self))
+        rows = as_tensor(pixels).to(device_of(self))
         return center_view(rows, size=self.spec.image_size, mean=self.spec.mean, std=self.spec.std)
 
     @torch.no_grad()
@@ -80,13 +83,13 @@ class ImageEncoder(nn.Module):
         """
         images = _listed(images, "images", (str, bytes, os.PathLike, Image.Image))
         _check_batch_size(batch_size)
-        dtype = next(self.parameters()).dtype
+        dtype = next((each.dtype for each in self.parameters()), torch.float32)
         parts: list[Tensor] = []
         for start in range(0, len(images), batch_size):
             some = images[start : start + batch_size]
             decoded = some if isinstance(some, Tensor | np.ndarray) else self._decode(some, start)
             parts.append(self.network(self.prepare(decoded).to(dtype)).float())
-        return torch.cat([torch.empty(0, self.spec.representation_dim, device=_device_of(self)), *parts])
+        return torch.cat([torch.empty(0, self.spec.representation_dim, device=device_of(self)), *parts])
 
     def _decode(self, images: Sequence[Any], first: int) -> NDArray[np.uint8]:
         """Decode images of any supported type; ``first`` is the position of the first one in the list."""
@@ -123,7 +126,7 @@ class TextEncoder(nn.Module):
             except InvalidTextError as error:
                 raise DataError(f"text {place} cannot be used: {error}; remove it") from None
         rows = self.tokenizer.encode(prompted, self.spec.max_tokens)
-        return torch.from_numpy(padded_rows(rows)).to(_device_of(self))
+        return torch.from_numpy(padded_rows(rows)).to(device_of(self))
 
     @torch.no_grad()
     def encode(self, texts: Sequence[str], *, batch_size: int = 256) -> Tensor:
@@ -137,7 +140,7 @@ class TextEncoder(nn.Module):
             self.network(self.prepare(texts[start : start + batch_size], first=start)).float()
             for start in range(0, len(texts), batch_size)
         ]
-        return torch.cat([torch.empty(0, self.spec.representation_dim, device=_device_of(self)), *parts])
+        return torch.cat([torch.empty(0, self.spec.representation_dim, device=device_of(self)), *parts])
 
 
 @final
@@ -172,11 +175,13 @@ class SavedEncoder:
                 )
             check_trusted(spec.name, self.named_in, trusted, is_text=isinstance(spec, TextEncoderSpec))
             network = spec.build()
+            _complete_lazy_layers(network, spec)
         elif isinstance(spec, ImageEncoderSpec) and spec.whitened:
             raise ConfigError(
                 f"the encoder at {self.uri} ends with a layer that whitens, which network= lacks; leave network out"
             )
         else:
+            _complete_lazy_layers(network, spec)
             network = copy.deepcopy(network)  # the weights of another run must not change it
         if spec.norm != "batch":
             network = replace_batchnorm(network, spec.norm)
@@ -287,10 +292,6 @@ def _check_batch_size(batch_size: int) -> None:
         raise ConfigError(f"batch_size must be 1 or more, came {batch_size}")
 
 
-def _device_of(encoder: nn.Module) -> torch.device:
-    return next(encoder.parameters()).device
-
-
 def _decode(image: Any, image_format: ImageFormat, position: int) -> NDArray[np.uint8]:
     path = os.fspath(image) if isinstance(image, str | os.PathLike) else None
     name = f"image {position}" if path is None else f"image {position} ({path})"
@@ -328,6 +329,16 @@ def _to_bytes(weights: Mapping[str, Tensor]) -> bytes:
     # Copies, since safetensors refuses the weights of a layer that a network has under two names.
     copies = {name: value.detach().cpu().contiguous().clone() for name, value in weights.items()}
     return safetensors.torch.save(copies)
+
+
+def _complete_lazy_layers(network: nn.Module, spec: EncoderSpec) -> None:
+    """Run a network once if its lazy layers take their sizes, and types, from their input."""
+    if any(isinstance(each, LazyModuleMixin) for each in network.modules()):
+        is_image = isinstance(spec, ImageEncoderSpec)
+        example = (
+            image_example(image_size=spec.image_size, channels=spec.channels) if is_image else text_example()
+        )
+        output_dim(network, example, inputs="the samples of its run")
 
 
 def _load_weights(network: nn.Module, weights: dict[str, Tensor], uri: str) -> None:

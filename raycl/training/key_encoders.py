@@ -20,6 +20,7 @@ from raycl.distributed import all_agree, num_workers, rank
 from raycl.distributed.device_copy import StateDownload, upload
 from raycl.gradient_cache import embed_in_chunks
 from raycl.models.build import build_towers
+from raycl.models.custom import use_channels_last
 from raycl.tokenization import Vocabulary
 from raycl.training.encoder_pool import EncoderPool, Request, Weights
 from raycl.training.pools import prepare_encoder
@@ -41,7 +42,7 @@ class KeyEncoder:
         self._config, self._device = prepare_encoder(config, config.momentum_encoder)
         self._transform = build_transform(config, None if vocabulary is None else vocabulary.tokenizer)
         self._tower = build_towers(config, vocabulary, network).requires_grad_(False).to(self._device)
-        self._tower.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        use_channels_last(self._tower)
 
     def load(self, weights: Weights) -> None:
         """Use these weights from now on."""

@@ -128,11 +128,15 @@ def _check_encoder_names(config: RunConfig, *, own_encoder: bool) -> None:
     kind = config.data.kind
     if not own_encoder:
         check_encoder_name(config.encoder.name, is_text=kind in ("text", "pairs"))
-    elif config.encoder.whitening is not None:
-        raise ConfigError(
-            "encoder.whitening acts only with a network that raycl builds by its name, and encoder= is another; "
-            "set encoder.whitening=null"
-        )
+    for name, value, unset in (
+        ("whitening", config.encoder.whitening, "null"),
+        ("freeze_patches", config.encoder.freeze_patches or None, "false"),
+    ):
+        if own_encoder and value is not None:
+            raise ConfigError(
+                f"encoder.{name} acts only with a network that raycl builds by its name, and encoder= is another; "
+                f"set encoder.{name}={unset}"
+            )
     if kind == "image_text":
         check_encoder_name(config.text_encoder.name, is_text=True, key="text_encoder.name")
 

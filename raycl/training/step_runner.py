@@ -11,6 +11,7 @@ from raycl.data.sampler import BatchShard
 from raycl.distributed import check_equal, num_workers, rank
 from raycl.losses.objective import Objective
 from raycl.models.build import build_towers, leaves_parameters_unused
+from raycl.models.custom import use_channels_last
 from raycl.training.checkpoint import Restored
 from raycl.training.job import Job
 from raycl.training.key_encoders import KeyClient, StageSettings
@@ -63,7 +64,7 @@ class StepRunner:
         self._momentum = momentum_schedule(config, self.plans)
 
         self.towers = build_towers(config, job.vocabulary, job.network).to(device)
-        self.towers.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        use_channels_last(self.towers)
         leaves_unused = num_workers() > 1 and leaves_parameters_unused(config, self.towers, job.vocabulary)
         self.state = TrainState.build(config, self.towers, num_samples=job.num_samples)
         if restored is not None:
