@@ -53,7 +53,12 @@ def test_a_bank_may_get_another_name(tmp_path: Path) -> None:
     # Another run may have taken the first name in the meantime.
     queue = raycl.recipe("moco_v2", image_size=32)
     (tmp_path / "config.yaml").write_text(config_to_yaml(queue))
-    check_output(raycl.override(queue, {"bank.name": "other"}), Place(str(tmp_path)), resume=True)
+    renamed = {"bank.name": "other"}
+    check_output(raycl.override(queue, renamed), Place(str(tmp_path)), resume=True)
+    detached = raycl.override(queue, {"bank.detached": True})
+    (tmp_path / "config.yaml").write_text(config_to_yaml(detached))
+    with pytest.raises(ConfigError, match="leave the detached bank of the run behind; repeat the name"):
+        check_output(raycl.override(detached, renamed), Place(str(tmp_path)), resume=True)
 
 
 def test_settings_that_a_permitted_change_ends_or_starts_do_not_count(tmp_path: Path) -> None:

@@ -770,6 +770,12 @@ def test_a_folder_of_tables_of_image_paths_is_a_data_set(ending: str, tmp_path: 
         write_rows(tmp_path / "tables" / f"{name}.{ending}", rows)
     source = find_source(str(tmp_path / "tables"))
     assert (source.kind, source.num_rows, source.has_labels) == (ending, 2, True)
+    (tmp_path / "tables" / "a.heic").write_bytes(b"")
+    (tmp_path / "tables" / f"b.{ending}").unlink()
+    assert find_source(str(tmp_path / "tables")).num_rows == 1
+    write_rows(tmp_path / "tables" / f"a.{ending}", [{"file": "a.heic", "label": 1}])
+    with pytest.raises(DataError, match=r"no column 'image'.*known endings are .bmp"):
+        find_source(str(tmp_path / "tables"))
 
 
 @pytest.mark.parametrize("ending", ["parquet", "csv", "jsonl", "arrow", "tar"])

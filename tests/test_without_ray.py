@@ -63,7 +63,7 @@ def expected(run: str, num_images: int) -> Tensor:
     return encoder.encode(digit_files(num_images)[0])
 
 
-def test_images_of_tables_are_packed_with_their_other_columns_only(tmp_path: Path) -> None:
+def test_packing_images_of_a_table_is_refused_since_other_columns_would_be_lost(tmp_path: Path) -> None:
     pq.write_table(pa.table({"image": [b"a"], "caption": ["b"]}), tmp_path / "rows.parquet")
     with pytest.raises(DataError, match=r"holds rows \(parquet\), whose other columns would be lost"):
         pack_images(str(tmp_path / "rows.parquet"), str(tmp_path / "out"))

@@ -355,8 +355,8 @@ class EncoderConfig(Section):
         check_text_keys(values)
         try:
             json.dumps(values, allow_nan=False)
-        except ValueError:
-            raise ValueError(f"{values} has a number that is not finite, which JSON cannot store") from None
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{error}; give finite numbers, text, lists and mappings") from None
         return values
 
 

@@ -240,7 +240,15 @@ def _folder_source(root: Place, columns: ColumnNames) -> Source:
             f"{', '.join(columns.contents.values())}"
         )
     paths, uri = found[kind], root.uri
-    source = _image_source(uri, paths) if kind == "folder" else _table_source(uri, paths, columns, kind)
+    try:
+        source = _image_source(uri, paths) if kind == "folder" else _table_source(uri, paths, columns, kind)
+    except DataError as error:
+        if (
+            only_images and kind in lines and None in found
+        ):  # perhaps images of an unknown format beside a table
+            known = ", ".join(sorted(EXTENSIONS))
+            raise DataError(f"{error}; for images of {root}, known endings are {known}") from None
+        raise
     return replace(source, ignored=_endings(set(files).difference(paths)))
 
 

@@ -44,10 +44,10 @@ class HardNegatives(NamedTuple):
 
 @final
 class DistinctTexts(Generic[Text]):
-    """Distinct ``texts`` by number, the ``entity`` [num_texts] of each, and an id of the entity, ``ids``.
+    """Distinct ``texts`` by number, the ``entity`` [num_texts] of each, the first of its ``ids``, and ``entity_ids``.
 
-    Texts with an id in common are one entity, also through a chain of ids. All of its texts get the first id of the
-    entity, so that one id per text keeps them together.
+    Texts with an id in common are one entity, also through a chain of ids. Its texts share one of ``entity_ids``, the
+    first id of the entity: as the only id of each text, it keeps them together.
     """
 
     def __init__(self, texts: Sequence[Text], ids: Iterable[int | None]) -> None:
@@ -58,7 +58,8 @@ class DistinctTexts(Generic[Text]):
         ]
         self.entity = _entities(np.array(with_id, np.int64).reshape(-1, 2), len(self.texts))
         first = {self.entity[number]: each for number, each in reversed(with_id)}
-        self.ids = {number: first[self.entity[number]] for number, _ in with_id}
+        self.ids = dict(reversed(with_id))
+        self.entity_ids = {number: first[self.entity[number]] for number in self.ids}
 
     def distinct(self, numbers: Iterable[int]) -> list[int]:
         """Return the first text of each entity among these."""

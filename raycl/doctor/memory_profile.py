@@ -12,12 +12,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from raycl.batchnorm import split_batchnorm
 from raycl.config import RunConfig, Stage
+from raycl.distributed.device_copy import use_channels_last
 from raycl.doctor.nodes import process_memory
 from raycl.gpus import available_cores
 from raycl.gradient_cache import checkpoint_activations, embed_in_chunks
 from raycl.models.blocks import residual_blocks
 from raycl.models.build import build_prediction_head, build_towers
-from raycl.models.custom import use_channels_last
 from raycl.models.towers import Tower, TwoTowers
 from raycl.tokenization import Tokenizer, Vocabulary
 from raycl.training.pools import pools_of

@@ -57,7 +57,9 @@ class _Segment:
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self._blocks = blocks
         self._waiting: list[Callable[[Tensor], Any]] = []
-        self._passed: Tensor | None = None  # to the next block
+        self._passed: tuple[Tensor, int] | None = (
+            None  # to the next block, and the number of its changes in place
+        )
         self._num_outputs: int | None = None  # of a block, 0 for a tensor; None before the first pass
         self._other_outputs: list[Any] = []  # of the first block in the first pass
 
@@ -69,7 +71,7 @@ class _Segment:
             return forward(rows)
         if block is self._blocks[0]:
             self._waiting = []  # of a pass that failed
-        elif rows is not self._passed:
+        elif self._passed is None or rows is not self._passed[0] or rows._version != self._passed[1]:
             self._num_outputs = None
             raise ConfigError(
                 f"activation_checkpoint_every runs several blocks in a row, and {type(block).__name__} takes something else "
@@ -84,11 +86,13 @@ class _Segment:
             )
         self._waiting.append(forward)
         if block is not self._blocks[-1] and self._num_outputs is not None:
-            self._passed = rows
+            self._passed = rows, rows._version
             return (rows, *[None] * (self._num_outputs - 1)) if self._num_outputs else rows
         ready, self._waiting = self._waiting, []
         output = checkpoint(partial(self._run, ready), rows, use_reentrant=False, context_fn=self._contexts)
-        self._passed = output[0] if isinstance(output, tuple) else output
+        passed = output[0] if isinstance(output, tuple) else output
+        # The last block's would keep its graph after the backward pass.
+        self._passed = None if block is self._blocks[-1] else (passed, passed._version)
         if isinstance(output, tuple) and block is not self._blocks[-1]:
             given = {id(each) for each in (None, *args, *kwargs.values())}
             self._other_outputs = [each for each in output[1:] if id(each) not in given]

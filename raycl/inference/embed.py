@@ -22,14 +22,13 @@ from raycl.data.in_memory import Batch, InMemoryDataset, pixels_of, texts_of
 from raycl.data.read_stats import ReadStats
 from raycl.data.sources import Source
 from raycl.data.texts import TextsFormat, Tokens
-from raycl.distributed.device_copy import upload
+from raycl.distributed.device_copy import device_of, upload, use_channels_last
 from raycl.evaluation.embed import embed
 from raycl.inference.encoder import read_encoders
 from raycl.inference.index import write_index
 from raycl.inference.preflight import allowed_invalid_fraction, check_index, check_inputs, check_values
 from raycl.inference.reading import connect_unless_small, counted_rows, counting_decoder, report_unread
 from raycl.lease import writing_new
-from raycl.models.custom import device_of, use_channels_last
 from raycl.models.encoder_io import ImageEncoder, SavedEncoder, TextEncoder
 from raycl.models.registry import SideName, trusted_packages
 from raycl.ray_runtime import fetch_tables, wait_for_cpu

@@ -171,9 +171,9 @@ class _Pairs:
                     "query": query.texts[q],
                     "document": document.texts[d],
                     "negatives": [document.texts[place] for place in negatives],
-                    "query_id": query.ids.get(q),
-                    "document_id": document.ids.get(d),
-                    "negative_ids": [document.ids.get(place) for place in negatives],
+                    "query_id": query.entity_ids.get(q),
+                    "document_id": document.entity_ids.get(d),
+                    "negative_ids": [document.entity_ids.get(place) for place in negatives],
                     "weight": self._weights.get((query.texts[q], document.texts[d])),
                 }
                 rows.append(row)

@@ -2,12 +2,12 @@
 
 import importlib
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from raycl.distributed.device_copy import device_of
 from raycl.errors import ConfigError, one_line
 
 
@@ -28,18 +28,6 @@ def build_network(name: str, build: Callable[..., Any] | None = None, /, **argum
     if not isinstance(network, nn.Module):
         raise ConfigError(f"{name} must return a torch.nn.Module, came {type(network).__name__}")
     return network
-
-
-def device_of(network: nn.Module) -> torch.device:
-    """Return the device of a network's first parameter or buffer; without both, the CPU."""
-    tensors = chain(network.parameters(), network.buffers())
-    return next((each.device for each in tensors), torch.device("cpu"))
-
-
-def use_channels_last(network: nn.Module) -> None:
-    """Store 4-D weights with channels last, which is faster; a network of 3-D convolutions stays as it is."""
-    if all(each.ndim != 5 for each in chain(network.parameters(), network.buffers())):
-        network.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
 
 @torch.no_grad()

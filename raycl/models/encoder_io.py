@@ -27,8 +27,9 @@ from raycl.augment.checks import check_images
 from raycl.augment.images import as_tensor, center_view
 from raycl.batchnorm import replace_batchnorm
 from raycl.data.images import ImageFormat, InvalidImageError
+from raycl.distributed.device_copy import device_of
 from raycl.errors import ConfigError, DataError, StorageError, one_line
-from raycl.models.custom import device_of, output_dim
+from raycl.models.custom import output_dim
 from raycl.models.image import image_example, last_layer
 from raycl.models.registry import (
     HEAD_WEIGHTS,

@@ -114,7 +114,8 @@ def read_embedded(run: str, uri: str) -> SavedBank:
     if num_zero:
         print(f"{num_zero:,} embeddings in {uri} are zero and were skipped", file=sys.stderr)
     if not sum(len(some) for some, _ in parts):
-        raise DataError(f"{uri} has no rows; embed a data set by `raycl embed`")
+        rows = "rows but zeros" if num_zero else "rows"
+        raise DataError(f"{uri} has no {rows}; embed a data set by `raycl embed`")
     if len({rows.shape[1] for _, rows in parts}) > 1:
         raise DataError(f"{uri} has embeddings of several widths; give the output of one `raycl embed`")
     ids = np.concatenate([some for some, _ in parts])

@@ -61,8 +61,7 @@ def find_steps(run: str, find: str, *, top: int = 5, data: Sequence[str] = ()) -
         raise ConfigError(f"--top must be at least 1, got {top}")
     record = read_record(run, data=data)
     if kind == "sample":
-        sample_id = stable_id(int(value) if re.fullmatch(r"-?[0-9]+", value) else value)
-        return FoundSteps(run=run, find=find, steps=list(_steps_of_sample(read_rows(record), sample_id)))
+        return FoundSteps(run=run, find=find, steps=list(_steps_of_sample(read_rows(record), value)))
     found = _largest(record, top) if find == "max-loss" else list(_not_finite(record))
     return FoundSteps(run=run, find=find, steps=found)
 
@@ -90,9 +89,9 @@ def drawn_batches(rows: RunRows) -> Iterator[tuple[Position, Batch]]:
             position = position.next_stage()
 
 
-def _steps_of_sample(rows: RunRows, sample_id: int) -> Iterator[dict[str, Any]]:
+def _steps_of_sample(rows: RunRows, name: str) -> Iterator[dict[str, Any]]:
     """Yield the steps that draw a sample, up to the last logged one; raises ``DataError`` for an unknown sample."""
-    _check_drawn(rows, sample_id)
+    sample_id = _drawn_id(rows, name)
     last = rows.run.num_logged
     for position, batch in drawn_batches(rows):
         if position.step >= last:
@@ -102,20 +101,26 @@ def _steps_of_sample(rows: RunRows, sample_id: int) -> Iterator[dict[str, Any]]:
             yield {"step": position.step + 1, "epoch": position.epoch, "row": row, **data_set}
 
 
-def _check_drawn(rows: RunRows, sample_id: int) -> None:
-    """Raise ``DataError`` for a sample that is not trained on."""
+def _drawn_id(rows: RunRows, name: str) -> int:
+    """Return the id of a sample by its name in the data; raises ``DataError`` if it is not trained on."""
     ids = rows.train_ids()
-    if sample_id in ids:
-        return
+    # Digits may be an integer, or text as in file names.
+    possible = (
+        [stable_id(int(name)), stable_id(name)] if re.fullmatch(r"-?[0-9]+", name) else [stable_id(name)]
+    )
+    for sample_id in possible:
+        if sample_id in ids:
+            return sample_id
     # Rows of a stream are held out by their fragment as well.
+    sample_id = next((each for each in possible if any(each in where for where in rows.where)), possible[0])
     names = [where[sample_id] for where in rows.where if sample_id in where]
     if not names:
         raise DataError(
-            f"the run trained on no sample {sample_id}; its {len(ids):,} training samples have ids such as {ids.min()}"
+            f"the run trained on no sample {name}; its {len(ids):,} training samples have ids such as {ids.min()}"
         )
     is_test = bool(rows.job.holdout.is_test(np.array([sample_id]))[0])
     why = "is held out of training" if is_test else "is invalid, and was skipped"
-    raise DataError(f"the sample {sample_id} ({', '.join(names)}) {why}: no step draws it")
+    raise DataError(f"the sample {name} ({', '.join(names)}) {why}: no step draws it")
 
 
 def _largest(record: RecordedRun, top: int) -> list[dict[str, Any]]:

@@ -17,10 +17,9 @@ from raycl.config import RunConfig, Stage
 from raycl.data.images import Pixels
 from raycl.data.in_memory import Batch, pixels_of
 from raycl.distributed import all_agree, num_workers, rank
-from raycl.distributed.device_copy import StateDownload, upload
+from raycl.distributed.device_copy import StateDownload, upload, use_channels_last
 from raycl.gradient_cache import embed_in_chunks
 from raycl.models.build import build_towers
-from raycl.models.custom import use_channels_last
 from raycl.tokenization import Vocabulary
 from raycl.training.encoder_pool import EncoderPool, Request, Weights
 from raycl.training.pools import prepare_encoder

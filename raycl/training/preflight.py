@@ -40,7 +40,10 @@ MAY_CHANGE = re.compile(
     r"bank\.(name|detached|max_staleness|timeout_s)|"
     r"negatives\.mined\.(actors|min_actors|cpus_per_actor|gpus_per_actor|node_label|refresh)|log_every_steps|max_failures"
 )
-_CHUNKS = re.compile(r"stages\.\d+\.(chunk_size|cached_chunks|activation_checkpoint_every)")
+# They change rounding, or are in the hashes of older runs.
+_HASHED = re.compile(
+    r"stages\.\d+\.(chunk_size|cached_chunks|activation_checkpoint_every)|data\.max_invalid_fraction|bank\.name"
+)
 _OF_A_JOB = "working_dir_files"  # in the path of a copy of a folder that was submitted to Ray
 # These may be changed, but not added or removed.
 _ADDRESSES = re.compile(r"negatives\.guide\.(query|document)|text\.corpus")
@@ -364,6 +367,11 @@ def _check_unchanged(saved: RunConfig, config: RunConfig) -> None:
     for key, (before, now) in differences(saved, config).items():
         if key == "precision" and saved.tower_precision == config.tower_precision:
             continue
+        if key == "bank.name" and saved.bank.detached:
+            raise ConfigError(
+                f"--resume would change bank.name from {before!r} to {now!r} and leave the detached bank of the run behind; "
+                "repeat the name"
+            )
         if MAY_CHANGE.fullmatch(key) or longer.fullmatch(key) or key.startswith(added):
             continue
         if (_ADDRESSES.fullmatch(key) and None not in (before, now)) or _name_of_model(before, now):
@@ -393,7 +401,7 @@ def hash_of_settings(config: RunConfig) -> str:
     fixed = {
         key: _name_of_model(value) or value
         for key, value in leaves(config).items()
-        if _CHUNKS.fullmatch(key) or not MAY_CHANGE.fullmatch(key)
+        if _HASHED.fullmatch(key) or not MAY_CHANGE.fullmatch(key)
     }
     return hashlib.sha256(json.dumps(fixed, sort_keys=True, default=str).encode()).hexdigest()
 

@@ -9,9 +9,9 @@ import torch
 
 from raycl.data.sampler import BatchShard
 from raycl.distributed import check_equal, num_workers, rank
+from raycl.distributed.device_copy import use_channels_last
 from raycl.losses.objective import Objective
 from raycl.models.build import build_towers, leaves_parameters_unused
-from raycl.models.custom import use_channels_last
 from raycl.training.checkpoint import Restored
 from raycl.training.job import Job
 from raycl.training.key_encoders import KeyClient, StageSettings
