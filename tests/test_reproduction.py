@@ -259,7 +259,8 @@ def test_the_claim_of_a_bank_compares_the_most_negatives_with_the_fewest() -> No
     assert verdicts("bank", {"bank-32": knn(0.3, 0.3, 0.3)}) == [None, None]
     fewest, most = knn(0.3, 0.3, 0.31, 0.32, 0.33), knn(0.34, 0.35, 0.35, 0.36, 0.38)
     assert verdicts("bank", {"bank-32": fewest, "bank-512": most}) == [False, True]
-    assert verdicts("bank", {"bank-32": fewest, "bank-512": knn(0.33, 0.4, 0.4, 0.4, 0.4)}) == [True, False]
+    assert verdicts("bank", {"bank-32": fewest, "bank-512": knn(0.31, 0.4, 0.33, 0.4, 0.34)}) == [False, True]
+    assert verdicts("bank", {"bank-32": fewest, "bank-512": knn(0.3, 0.5, 0.5, 0.5, 0.5)}) == [False, False]
 
 
 def test_negatives_claims_compare_gains_and_common_points() -> None:
