@@ -172,7 +172,6 @@ def compare(method: str, options: argparse.Namespace) -> list[Line]:
     sample_id = np.arange(METHODS[method][0])
     with tempfile.TemporaryDirectory() as folder:
         spec = bank_spec(config_of(method), output=folder, name=method, num_samples=len(sample_id))
-        os.makedirs(f"{folder}/tiny")
         # The memory of a process with almost no rows.
         tiny = replace(spec, name="tiny", capacity=1_024, output=f"{folder}/tiny")
         ids = (None, None) if spec.kind == "queue" else (np.arange(1_024), sample_id)

@@ -14,9 +14,10 @@ from raycl.negatives.bank import NAMESPACE, Bank, connect_bank, list_banks
 from raycl.negatives.memory_bank import SampleIndex
 from raycl.negatives.placement import ROLE, ROLES, nodes_for_a_bank, reserved_memory
 from raycl.negatives.rpc import actor_facts
-from raycl.negatives.snapshot import read_current, shard_place, write_samples
+from raycl.negatives.snapshot import read_current, shard_place, write_current, write_samples
 from raycl.negatives.spec import BankSpec
 from raycl.ray_runtime import cause_of
+from raycl.storage import Place
 
 # How long a bank may outlive its driver.
 _EXIT_TIMEOUT_S = 15.0
@@ -46,7 +47,10 @@ def start_bank(spec: BankSpec, sample_id: np.ndarray | None = None, *, cluster_g
     _stop_predecessor(spec)
     if samples is not None:
         write_samples(spec, samples.sample_id)
-    step = read_current(spec).step
+    current = read_current(spec)
+    if not Place(spec.output).exists():
+        write_current(spec, current)  # makes the folder, which a shard on another node may not have
+    step = current.step
     has_snapshot = step > 0 or shard_place(spec, 0, 0).exists()  # of step 0: initialized slots
     bank = Bank(spec, _create_actors(spec))
     try:
