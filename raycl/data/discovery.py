@@ -243,9 +243,8 @@ def _folder_source(root: Place, columns: ColumnNames) -> Source:
     try:
         source = _image_source(uri, paths) if kind == "folder" else _table_source(uri, paths, columns, kind)
     except DataError as error:
-        if (
-            only_images and kind in lines and None in found
-        ):  # perhaps images of an unknown format beside a table
+        # Perhaps images of an unknown format beside a table.
+        if only_images and kind in lines and None in found:
             known = ", ".join(sorted(EXTENSIONS))
             raise DataError(f"{error}; for images of {root}, known endings are {known}") from None
         raise

@@ -57,9 +57,8 @@ class _Segment:
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self._blocks = blocks
         self._waiting: list[Callable[[Tensor], Any]] = []
-        self._passed: tuple[Tensor, int] | None = (
-            None  # to the next block, and the number of its changes in place
-        )
+        # The input of the next block, and the number of its changes in place.
+        self._passed: tuple[Tensor, int] | None = None
         self._num_outputs: int | None = None  # of a block, 0 for a tensor; None before the first pass
         self._other_outputs: list[Any] = []  # of the first block in the first pass
 
