@@ -116,6 +116,7 @@ INVALID = {  # a recipe and its settings, and what the error says
     "simclr data.channels=2": ["data.channels", "got 2"],
     "simclr data.image_size=4": ["data.image_size", "8", "got 4"],
     "simclr seed.x=1": ["unknown key seed.x"],
+    "simclr recipe=moco_v2": ["recipe is the name of the run's recipe", "raycl train NAME"],
     "simclr no_equals_sign": ["key.path=value", "no_equals_sign"],
     "simclr encoder.name=[1": ["encoder.name", "YAML"],
     "simclr stages.0.loss=hinge stages.0.margin=0": ["stages.0.margin", "greater than 0, got 0"],

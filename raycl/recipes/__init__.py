@@ -54,7 +54,7 @@ def recipe(name: str, *, image_size: int = 224, gray: bool = False, on_cpu: bool
         raise ConfigError(f"unknown recipe {name!r}; it is now {new.removeprefix('recipe=')}")
     if ":" in name:
         base, settings = LIKE[check_like(name)]
-        return override(recipe(base, image_size=image_size), {"recipe": name, **settings})
+        return override(recipe(base, image_size=image_size), settings).model_copy(update={"recipe": name})
     if name not in RECIPES:
         raise ConfigError(f"unknown recipe {name!r}; there are {', '.join(RECIPES)}, or give a .yaml file")
     if not 8 <= image_size <= 1024:
