@@ -1,15 +1,17 @@
 """Product offers: which negatives teach a tower to distinguish the same product from another one.
 
-    python benchmarks/product_matching.py --data FOLDER [--output FOLDER] [--set key.path=value] [--json FILE]
+    python benchmarks/product_matching.py --data FOLDER [--apart] [--ways mixed ...] [--test dev.parquet]
+        [--output FOLDER] [--set key.path=value] [--json FILE]
 
 FOLDER holds train.parquet and test.parquet with the columns ``dataset``, ``query``, ``document`` and ``label``. One
 tower is trained on the pairs of all data sets, in five ways: with the negatives of the batch, with
 the explicit ones, with both, with both and hard negatives mined by the run before, and with a stage
-of the hinge behind. The table shows the average precision of the test pairs of each data set, beside TF-IDF (words
-weighed by all offers of that set), and of the sum of both cosines.
+of the hinge behind. With ``--apart``, each data set has a tower of its own. The table shows the average precision of
+the test pairs of each data set, beside TF-IDF (words weighed by all offers of that set), and of the sum of both cosines.
 """
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,33 +78,50 @@ def word_similarity(train: pa.Table, test: pa.Table) -> NDArray[Any]:
     return similarity
 
 
-def train_way(way: str, train: Path, folder: Path, settings: dict[str, Any]) -> str:
-    """Train in one way, on mined negatives if its name says so; return the run."""
-    data = train
+def tower_similarity(
+    way: str, tables: Sequence[pa.Table], folder: Path, settings: dict[str, Any], *, apart: bool
+) -> NDArray[Any]:
+    """Train in one way on the first table, one tower or one for each data set; return the second one's cosines."""
+    train, test = tables
+    names, similarity = test["dataset"].to_numpy(), np.zeros(len(test))
+    for name in sorted(set(names)) if apart else [None]:
+        own = [part if name is None else part.filter(pc.field("dataset") == name) for part in (train, test)]
+        place = folder / (name or "all")
+        place.mkdir(parents=True, exist_ok=True)
+        pq.write_table(own[0], place / "train.parquet")
+        run = train_way(way, place, settings)
+        similarity[(names == name) | (name is None)] = encoder_similarity(run, own[1])
+    return similarity
+
+
+def train_way(way: str, folder: Path, settings: dict[str, Any]) -> str:
+    """Train on the folder's rows, with mined negatives if the way's name says so; return the run."""
+    data = train = folder / "train.parquet"
     if "mined" in way:
         data = folder / "mined.parquet"
         if not data.exists():
             print(mine_negatives(str(folder / "mixed"), str(train), str(data), num_negatives=4, quiet=True))
     config = raycl.override(raycl.recipe("two_tower"), TOWER | settings | WAYS[way])
     output = folder / way.replace(" + ", "-").replace(", ", "-").replace(" ", "-")
-    print(f"{way}: {raycl.train(config, data=str(data), output=str(output), quiet=True).seconds:.0f} s")
+    seconds = raycl.train(config, data=str(data), output=str(output), quiet=True).seconds
+    print(f"{way}, {folder.name}: {seconds:.0f} s")
     return str(output)
 
 
 def main() -> None:
-    parser = make_parser(__doc__, data=Path, output=None)
+    parser = make_parser(__doc__, data=Path, output=None, test="test.parquet", apart=False, ways=list(WAYS))
     parser.add_argument("--set", action="append", default=[], help="a setting of all runs, key.path=value")
     options = parser.parse_args()
-    train, test = options.data / "train.parquet", pq.read_table(options.data / "test.parquet")
+    tables = [pq.read_table(options.data / name) for name in ("train.parquet", options.test)]
     settings = dict(parse_setting(each) for each in options.set)
-    words = word_similarity(pq.read_table(train), test)
-    found = {"TF-IDF": precisions(words, test)}
+    words = word_similarity(*tables)
+    found = {"TF-IDF": precisions(words, tables[1])}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(options.output or temporary)
-        for way in WAYS:
-            similarity = encoder_similarity(train_way(way, train, folder, settings), test)
-            found[way] = precisions(similarity, test)
-            found[f"{way}, with TF-IDF"] = precisions(similarity + words, test)
+        for way in options.ways:
+            similarity = tower_similarity(way, tables, folder, settings, apart=options.apart)
+            found[way] = precisions(similarity, tables[1])
+            found[f"{way}, with TF-IDF"] = precisions(similarity + words, tables[1])
     names, least = sorted(found["TF-IDF"]), found["TF-IDF"]
     lines: list[Line] = []
     for way, scores in found.items():
