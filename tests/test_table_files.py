@@ -41,7 +41,7 @@ from raycl.data.sources import Source
 from raycl.data.texts import TextFormat, TextsFormat
 from raycl.data.weights import WeightFormat
 from raycl.doctor.data import _describe, _find, sample_rows
-from raycl.errors import DataError, InvalidValueError, StorageError
+from raycl.errors import ConfigError, DataError, InvalidValueError, StorageError
 from raycl.inference.reading import read_pairs
 from raycl.preparation import _row_tables, gather_texts, pack_rows
 from raycl.recipes import recipe
@@ -760,6 +760,26 @@ def test_a_folder_of_images_may_have_other_tables_beside_them(tmp_path: Path) ->
     write_rows(tmp_path / "labels.csv", [{"file": "a.png", "label": 1}])
     source = find_source(str(tmp_path))
     assert (source.kind, source.num_rows, source.ignored) == ("folder", 1, ((".csv", 1),))
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl"])
+@pytest.mark.parametrize("named", [{"image": "file_name"}, {"label": "class"}, {"sample_id": "number"}])
+def test_named_columns_of_a_folder_of_images_are_in_its_table(
+    named: dict[str, str], ending: str, tmp_path: Path
+) -> None:
+    rows = [{"file_name": f"{name}.png", "class": name, "number": ord(name)} for name in "ab"]
+    for row in rows:
+        (tmp_path / row["file_name"]).write_bytes(row["class"].encode())
+    role, name = next(iter(named.items()))
+    with pytest.raises(ConfigError, match=f"^data.columns.{role} is '{name}', but .* holds images alone"):
+        find_source(str(tmp_path), ColumnNames(**named))
+    (tmp_path / "all.tar").write_bytes(b"the images, packed")
+    write_rows(tmp_path / f"metadata.{ending}", [row | {"image": row["file_name"]} for row in rows])
+    source = find_source(str(tmp_path), ColumnNames(**named))
+    found = read(source)
+    assert (source.kind, found["image"], source.ignored) == (ending, [b"a", b"b"], ((".png", 2), (".tar", 1)))
+    assert source.classes == (("a", "b") if role == "label" else None)
+    assert found["id"] == ([97, 98] if role == "sample_id" else [0, 1])
 
 
 @pytest.mark.parametrize("ending", ["csv", "jsonl"])

@@ -35,6 +35,7 @@ from raycl.storage import Place, absolute
 
 ROWS_PER_FRAGMENT = 2_048
 FORMATS = "parquet, CSV, JSONL, Arrow, tar"
+_LINES = ("csv", "jsonl")
 _WITH_KEYS = ("jsonl", "tar")  # each row names its columns, and may lack some
 _ENOUGH_PARTS = 256  # of large row groups in all files, to read in parallel
 _PARQUET_MARK = b"PAR1"  # the first bytes of each file
@@ -44,8 +45,8 @@ _SPLITS = {"train", "training", "dev", "val", "valid", "validation", "eval", "te
 def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
     """Find the source at ``uri``: a file of rows, a folder or a pattern of them, a table, or a folder of images.
 
-    Raises ``DataError`` if nothing is there, a column is missing or a file is broken, ``StorageError`` if the storage
-    cannot be reached.
+    Raises ``DataError`` if nothing is there, a column is missing or a file is broken, ``ConfigError`` if a column of
+    images alone is named, ``StorageError`` if the storage cannot be reached.
     """
     uri, columns = absolute(uri), columns or ColumnNames()
     check_exists(uri)
@@ -217,18 +218,12 @@ def _versioned_table(place: Place, columns: ColumnNames) -> Source | None:
 def _folder_source(root: Place, columns: ColumnNames) -> Source:
     """Return the rows of a folder, which may hold other files too."""
     only_images = set(columns.contents) == {"image"}
-    # The first of these kinds that the folder holds is read, unless it holds two of one group.
-    lines, shards = ("csv", "jsonl"), ("arrow", "tar")  # beside images, a table of lines often describes them
-    kinds = ("parquet",), *((("folder",), shards, lines) if only_images else (lines, shards))
     files = [path for path, _ in root.files(underscored=EXTENSIONS)]  # cameras write _DSC0001.JPG
     unread, found = unread_files(root.uri, files), dict[str | None, list[str]]()
     for path in files:
         if path not in unread:
             found.setdefault(_kind_of(path), []).append(path)
-    kind, *others = next(filter(None, ([each for each in group if each in found] for group in kinds)), [None])
-    if others:
-        counts = ", ".join(f"{len(found[each])} {each}" for each in (kind, *others))
-        raise DataError(f"{root} holds files of several formats ({counts}); give a folder of one format")
+    kind = _kind_to_read(root, columns, found)
     if kind is None and only_images:
         raise DataError(
             f"{root} holds no images and no files of rows ({FORMATS}), but {len(files)} other files; "
@@ -244,11 +239,36 @@ def _folder_source(root: Place, columns: ColumnNames) -> Source:
         source = _image_source(uri, paths) if kind == "folder" else _table_source(uri, paths, columns, kind)
     except DataError as error:
         # Perhaps images of an unknown format beside a table.
-        if only_images and kind in lines and None in found:
+        if only_images and kind in _LINES and None in found:
             known = ", ".join(sorted(EXTENSIONS))
             raise DataError(f"{error}; for images of {root}, known endings are {known}") from None
         raise
     return replace(source, ignored=_endings(set(files).difference(paths)))
+
+
+def _kind_to_read(root: Place, columns: ColumnNames, found: Mapping[str | None, Sequence[str]]) -> str | None:
+    """Return which of the kinds ``found`` in a folder is read, None if it holds no data.
+
+    Raises ``DataError`` for several formats, ``ConfigError`` for images alone if a column is named.
+    """
+    # The first of these kinds that the folder holds is read, unless it holds two of one group.
+    only_images, shards = set(columns.contents) == {"image"}, ("arrow", "tar")
+    named = {role: name for role, name in columns.asked.items() if (role, name) != ("image", "image")}
+    images = () if named else ("folder",)  # which have no columns
+    # Beside images, a table of lines often describes them.
+    are_described = "folder" in found or not only_images
+    kinds = ("parquet",), *((images, _LINES, shards) if are_described else (shards, _LINES))
+    kind, *others = next(filter(None, ([each for each in group if each in found] for group in kinds)), [None])
+    if others:
+        counts = ", ".join(f"{len(found[each])} {each}" for each in (kind, *others))
+        raise DataError(f"{root} holds files of several formats ({counts}); give a folder of one format")
+    if kind is None and only_images and "folder" in found:
+        role, name = next(iter(named.items()))
+        raise ConfigError(
+            f"data.columns.{role} is {name!r}, but {root} holds images alone, which have no columns; remove the setting, "
+            "or add a table of the paths of the images with this column"
+        )
+    return kind
 
 
 def _image_source(uri: str, paths: list[str]) -> Source:
