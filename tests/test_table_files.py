@@ -479,6 +479,27 @@ def test_integers_in_one_csv_file_and_text_in_another_are_classes_and_ids_of_tex
     assert types is not None and types.field("sample_id").type == pa.string()
 
 
+def test_floats_of_integers_in_csv_files_are_integers_as_pandas_writes_them(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,label,sample_id\na,1,11\nb,2,12\n")
+    (tmp_path / "b.csv").write_text("text,label,sample_id\na,1.0,13.0\nb,,14\nc,2.0,15.0\n")
+    source = find_source(str(tmp_path), TEXTS)
+    assert (source.classes, read(source)["label"]) == (None, [1, 2, 1, -1, 2])
+    assert read(source)["id"] == [11, 12, 13, 14, 15]
+    for other in ("1.5", "01.0", f"{2**53}.0", "1.00", "cat"):
+        (tmp_path / "b.csv").write_text(f"text,label,sample_id\na,{other},x\nb,1.0,y\n")
+        assert find_source(str(tmp_path), TEXTS).classes == tuple(sorted({"1", "1.0", "2", other}))
+    (tmp_path / "b.csv").write_text("text,label,sample_id\na,1,13.0\nb,1,\n")
+    (tmp_path / "a.csv").write_text(f"text,label,sample_id\na,1,{2**53 + 1}\n")
+    with pytest.raises(DataError, match=r"a.csv row 0 has an id of 2\^53 or more as float"):
+        read(find_source(str(tmp_path), TEXTS))
+
+
+def test_ids_of_pairs_may_be_floats_in_one_csv_file(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("query,document,document_id\nq,d,5\n")
+    (tmp_path / "b.csv").write_text("query,document,document_id\nr,e,5.0\ns,f,\n")
+    assert decoded(find_source(str(tmp_path), PAIRS))["document_id.id"].to_pylist() == [[5], [5]]
+
+
 def test_texts_that_are_not_utf8_are_invalid_rows(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"text,n\nfine,1\ncaf\xe9,2\n")
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n{"text": "caf\xe9"}\n')
