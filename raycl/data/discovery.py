@@ -40,6 +40,8 @@ _WITH_KEYS = ("jsonl", "tar")  # each row names its columns, and may lack some
 _ENOUGH_PARTS = 256  # of large row groups in all files, to read in parallel
 _PARQUET_MARK = b"PAR1"  # the first bytes of each file
 _SPLITS = {"train", "training", "dev", "val", "valid", "validation", "eval", "test", "testing", "unlabeled"}
+# The first word of train, split=train, train2017 and train_images.
+_WORD_OF_FOLDER = r"^(?:.*=)?([a-z]+)(?:\d+|_images|_imgs|_set)?$"
 
 
 def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
@@ -117,22 +119,23 @@ def check_no_splits(source: Source) -> None:
 
 
 def _splits(paths: Sequence[str]) -> dict[str, list[str]]:
-    """Return the folders or files of each split by name; nothing if a path is in no split.
+    """Return the folders or files of each split by name; nothing if a path is in no split, or all are in one.
 
-    Below the folder of all files, a split is in a folder of its name, or has files with its name among their words.
+    Below the folder of all files, a split is in a folder of its name, such as ``train``, ``train2017`` or ``train_images``,
+    or has files with its name among their words.
     """
     above = posixpath.commonpath(map(posixpath.dirname, paths))
-    found: dict[str, list[str]] = {}
+    found, known = dict[str, list[str]](), set[str]()
     for path in paths:
         name, is_folder, _ = path[len(above) :].lstrip("/").partition("/")
-        named = [name.rpartition("=")[2]] if is_folder else re.findall("[a-z]+", name, re.IGNORECASE)
-        words = _SPLITS.intersection(map(str.lower, named))
+        words = _SPLITS.intersection(re.findall(_WORD_OF_FOLDER if is_folder else "[a-z]+", name.lower()))
         if len(words) != 1:
             return {}
+        known |= words
         files = found.setdefault(name if is_folder else words.pop(), [])
         if not is_folder or not files:
             files.append(posixpath.join(above, name))
-    return found
+    return found if len(known) > 1 else {}  # not the classes test1 and test2
 
 
 def _of_all(files: Sequence[str]) -> str:
