@@ -540,8 +540,13 @@ BROKEN = {
     "no_column.jsonl": (b'{"texts": "a"}\n', "has no column 'text'; it has texts"),
     "none.jsonl": (b"\n\n", "holds no rows"),
     "cut.jsonl.gz": (gzip.compress(b'{"text": "a"}\n' * 999)[:-9], "as jsonl: Truncated"),
-    "name.jsonl": (b'{"text": "a", "label": "caf\xe9"}\n', "as jsonl: .*[Ii]nvalid UTF8 .*; give an object per line"),
-    "name.csv": (b"text,label\na,caf\xe9\n", "as csv: .*invalid UTF8"),
+    "name.jsonl": (b'{"text": "a", "label": "caf\xe9"}\n', "name.jsonl as jsonl: .*[Ii]nvalid UTF8 .*; write the file in UTF-8$"),
+    "name.csv": (b"text,label\na,caf\xe9\n", "column 'label' of .*name.csv holds bytes that are not UTF-8; write the file in UTF-8$"),
+    "id.tsv": (b"text\tsample_id\na\tb\nc\tcaf\xe9\n", "column 'sample_id' of .*id.tsv holds bytes that are not UTF-8; write"),
+    "utf16.csv": ("text,n\na,1\n".encode("utf-16"), "utf16.csv is in UTF-16; write the file in UTF-8$"),
+    "big_endian.tsv": ("\ufefftext\tn\na\t1\n".encode("utf-16-be"), "big_endian.tsv is in UTF-16; write the file in UTF-8$"),
+    "utf16.csv.gz": (gzip.compress("text\na\n".encode("utf-16")), "utf16.csv.gz is in UTF-16; write the file in UTF-8$"),
+    "utf16.jsonl": ('{"text": "a"}\n'.encode("utf-16"), "utf16.jsonl is in UTF-16; write the file in UTF-8$"),
     "label.jsonl": (b'{"text": "a", "label": 1.5}\n', "labels must be integers or text"),
 }  # fmt: skip
 
@@ -684,6 +689,14 @@ def test_relative_paths_of_images_count_from_the_folder_of_their_table(
     ):
         found = read(find_source(uri, ColumnNames(caption="caption")))["image"]
         assert [each if isinstance(each, bytes) else str(each) for each in found] == expected
+
+
+def test_paths_of_images_in_another_encoding_are_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes("image,note\na.png,é\n".encode("cp1252"))
+    assert find_source(str(tmp_path / "a.csv")).num_rows == 1  # the note is not read
+    (tmp_path / "a.csv").write_bytes("image,note\na.png,1\né.png,2\n".encode("cp1252"))
+    with pytest.raises(DataError, match="column 'image' of .*a.csv holds bytes that are not UTF-8; write"):
+        find_source(str(tmp_path / "a.csv"))
 
 
 def test_relative_paths_lead_to_no_other_folder(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import io
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import final
 
@@ -14,6 +14,7 @@ from raycl.data.ids import EXACT
 from raycl.data.tables import (
     IDS_AND_LABELS,
     TableFile,
+    check_encoding,
     chosen,
     is_integer,
     open_text,
@@ -53,7 +54,7 @@ class CsvTables:
             except UnicodeDecodeError:
                 raise DataError(f"the header of {place} is not UTF-8; write the file in UTF-8") from None
         roles = roles_in(place, names, columns)
-        num_rows, found = _count(place, names, list(roles))
+        num_rows, found = _count(place, names, roles)
         kinds = {name: _type(each, found[name]) for name, each in roles.items()}
         schema = pa.schema([(name, kinds.get(name, pa.string())) for name in names])
         return TableFile(place=place, group_sizes=[num_rows], schema=schema)
@@ -80,7 +81,9 @@ class CsvTables:
 def _header(place: Place) -> str:
     """Return the first line that is not empty, an empty text if there is none."""
     with _reading(place), open_text(place) as stream:
-        lines = stream.read(_MOST_HEADER_BYTES).decode(errors="replace").splitlines()
+        start = stream.read(_MOST_HEADER_BYTES)
+    check_encoding(place, start)
+    lines = start.decode(errors="replace").splitlines()
     return next(filter(None, (line.lstrip("\ufeff") for line in lines)), "")
 
 
@@ -113,15 +116,17 @@ class _WithLastRow(io.RawIOBase):
         return content
 
 
-def _count(place: Place, names: Sequence[str], asked: Sequence[str]) -> tuple[int, dict[str, pa.DataType]]:
-    """Return the number of rows, and the types of the values of the columns ``asked``.
+def _count(
+    place: Place, names: Sequence[str], roles: Mapping[str, Collection[str]]
+) -> tuple[int, dict[str, pa.DataType]]:
+    """Return the number of rows, and the types of the values of the columns that have ``roles``.
 
     Arrow takes the rest of a file as one field if it ends within quotes: then the added row is missing. In TSV all
     columns are read, since a quote that is part of a text may join rows in any of them.
     """
-    kinds, num_rows, last = dict.fromkeys(asked, pa.int64()), 0, {}
+    kinds, num_rows, last = dict.fromkeys(roles, pa.int64()), 0, {}
     is_tsv = _delimiter(place) == "\t"
-    read = names if is_tsv else asked
+    read = names if is_tsv else list(roles)
     with _reading(place), open_text(place) as stream:
         row = b"\n" + _delimiter(place).encode().join([_LAST] * len(names)) + b"\n"
         ended = pa.PythonFile(_WithLastRow(stream, row), mode="r")
@@ -133,6 +138,7 @@ def _count(place: Place, names: Sequence[str], asked: Sequence[str]) -> tuple[in
             num_rows += batch.num_rows
             last = batch.slice(batch.num_rows - 1).to_pylist()[0]
             rows = batch.slice(0, batch.num_rows - (set(last.values()) == {_LAST}))
+            _check_texts(place, rows, roles)
             for name, kind in kinds.items():
                 if kind != pa.string():
                     kinds[name] = _common((kind, _kind(rows.column(name))))
@@ -154,6 +160,18 @@ def _check_not_joined(place: Place, batch: pa.RecordBatch, first: int) -> None:
                     f"row {row} of {place} has a field with tabs and newlines, as between two quotes that are part of texts; "
                     'put such texts in quotes, with "" for a quote, or give texts with both as .csv or .jsonl'
                 )
+
+
+def _check_texts(place: Place, rows: pa.RecordBatch, roles: Mapping[str, Collection[str]]) -> None:
+    """Raise for paths, ids or labels that are not UTF-8."""
+    for name, each in roles.items():
+        try:
+            if _type(each, pa.string()) == pa.string():
+                rows.column(name).view(pa.string()).validate(full=True)
+        except pa.ArrowInvalid:
+            raise DataError(
+                f"column {name!r} of {place} holds bytes that are not UTF-8; write the file in UTF-8"
+            ) from None
 
 
 def _kind(values: pa.Array) -> pa.DataType:
