@@ -985,6 +985,19 @@ def test_labels_may_be_missing_in_all_rows_of_a_file(ending: str, tmp_path: Path
     assert read(source)["text"] == [b"a", b"b", b"c"]
 
 
+def test_labels_and_ids_may_be_missing_in_all_rows_of_a_csv_file(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("query,document,label,query_id\nq,d,,\n")
+    source = find_source(str(tmp_path / "a.csv"), PAIRS)
+    assert (source.classes, read(source)["label"], read(source)["query_id"]) == ((), [-1], [None])
+    for label, classes in (("7", None), ("7.0", ("7.0",)), ("x", ("x",))):
+        (tmp_path / "b.csv").write_text(f"query,document,label,query_id\nq,d,{label},{label}\n")
+        source = find_source(str(tmp_path), PAIRS)
+        given = [each for fragment in source.fragments for each in source.read(fragment)]
+        labels = [label for rows in given for label in labels_as_given(rows, source)]
+        assert (source.classes, labels[1]) == (classes, classes[0] if classes else 7)
+        assert read(source)["query_id"] == [None, b"x" if label == "x" else 7]
+
+
 def test_integers_and_texts_as_labels_of_typed_files_are_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["c"], "label": pa.nulls(1)}), tmp_path / "0.parquet")
     for integers, texts in ("ab", "ba"):

@@ -124,7 +124,8 @@ def _count(
     Arrow takes the rest of a file as one field if it ends within quotes: then the added row is missing. In TSV all
     columns are read, since a quote that is part of a text may join rows in any of them.
     """
-    kinds, num_rows, last = dict.fromkeys(roles, pa.int64()), 0, {}
+    kinds: dict[str, pa.DataType] = dict.fromkeys(roles, pa.null())
+    num_rows, last = 0, {}
     is_tsv = _delimiter(place) == "\t"
     read = names if is_tsv else list(roles)
     with _reading(place), open_text(place) as stream:
@@ -177,6 +178,8 @@ def _check_texts(place: Place, rows: pa.RecordBatch, roles: Mapping[str, Collect
 def _kind(values: pa.Array) -> pa.DataType:
     """Return the type for all values: of integers, of floats of integers (pandas writes 3.0 beside a missing value), or of text."""
     given = values.drop_null().to_pylist()
+    if not given:
+        return pa.null()
     if all(map(is_integer, given)):
         return pa.int64()
     return pa.float64() if all(map(_is_exact, given)) else pa.string()
@@ -190,9 +193,9 @@ def _is_exact(text: bytes) -> bool:
 
 def _common(kinds: Iterable[pa.DataType]) -> pa.DataType:
     """Return the type for the values of all types."""
-    found = set(kinds)
-    if len(found) == 1:
-        return found.pop()
+    found = set(kinds) - {pa.null()}
+    if len(found) <= 1:
+        return found.pop() if found else pa.null()
     return pa.float64() if found == {pa.int64(), pa.float64()} else pa.string()
 
 
