@@ -90,9 +90,9 @@ def _header(place: Place) -> str:
 def _check_delimiter(place: Place, header: str, columns: ColumnNames) -> None:
     """Raise if the header is one field that another delimiter would split."""
     others = {",", ";", "\t", "|"} - {_delimiter(place)}
-    found = next((each for each in sorted(others) if each in header), None)
-    is_one_field = _delimiter(place) not in header and not header.startswith('"')
-    if found and is_one_field and header not in columns.asked.values():
+    is_quoted = header.startswith('"')
+    found = next((each for each in sorted(others) if (f'"{each}"' if is_quoted else each) in header), None)
+    if found and _delimiter(place) not in header and header not in columns.asked.values():
         raise DataError(
             f"the fields in the header of {place} are separated by {found!r}; separate all fields by commas in "
             ".csv, by tabs in .tsv"
