@@ -11,7 +11,7 @@ from pyarrow import ipc
 
 from raycl.data.arrow_tables import unread_files
 from raycl.data.columns import ColumnNames
-from raycl.data.discovery import find_source
+from raycl.data.discovery import check_no_splits, find_source
 from raycl.errors import DataError
 from tests.images import digit_files
 from tests.table_files import write_arrow, write_rows, write_saved
@@ -55,6 +55,21 @@ def test_files_that_datasets_computed_from_the_data_are_not_read(tmp_path: Path)
     other = tmp_path / "other"
     write_arrow(other / "cache-0.arrow", pa.table({"text": ["a"]}))  # a name like any other
     assert find_source(str(other), TEXTS).num_rows == 1
+
+
+@pytest.mark.parametrize("name", ["cache-0123456789abcdef", "cache-0123456789abcdef_00001_of_00002"])
+def test_files_that_datasets_computed_in_its_cache_are_not_read(name: str, tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        write_arrow(tmp_path / f"imdb-{split}.arrow", pa.table({"text": [split]}))
+    write_arrow(tmp_path / f"{name}.arrow", pa.table({"text": ["train"]}))
+    assert find_source(str(tmp_path), TEXTS).num_rows == 3  # a folder of files like any others
+    (tmp_path / "dataset_info.json").write_text("{}")
+    with pytest.raises(DataError, match="2 splits; give --data .*/imdb-test.arrow or .*/imdb-train.arrow$"):
+        check_no_splits(find_source(str(tmp_path), TEXTS))
+    (tmp_path / "imdb-test.arrow").unlink()
+    assert read(find_source(str(tmp_path), TEXTS))["text"] == [b"train"]
+    (tmp_path / "imdb-train.arrow").unlink()
+    assert find_source(str(tmp_path), TEXTS).num_rows == 1  # beside no data of its own
 
 
 def test_columns_of_one_name_are_refused_where_they_are_read(tmp_path: Path) -> None:

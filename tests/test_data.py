@@ -280,6 +280,34 @@ def test_splits_are_not_taken_for_classes(tmp_path: Path) -> None:
     check_no_splits(write_images(tmp_path / "beside", ["test.png", "train/a.png"]))
 
 
+@pytest.mark.parametrize(
+    ("folders", "num_splits"),
+    [
+        (["train2017", "val2017", "test2017", "unlabeled2017"], 4),
+        (["Train_Images", "test_images"], 2),
+        (["train_imgs", "val_imgs"], 2),
+        (["training_set", "test_set"], 2),
+        (["split=train1", "split=test"], 2),
+        (["train_station", "test_station"], 0),
+        (["train2017", "val2017", "cat"], 0),
+        (["test1", "test2"], 0),
+        (["training", "trainings"], 0),
+        (["2017train", "2017val"], 0),
+    ],
+)
+def test_folders_of_splits_may_have_a_number_or_the_word_images(
+    folders: list[str], num_splits: int, tmp_path: Path
+) -> None:
+    source = write_images(tmp_path, [f"{folder}/a.png" for folder in folders])
+    if not num_splits:
+        check_no_splits(source)
+        return
+    given = " or ".join(f"--data {tmp_path}/{folder}" for folder in sorted(folders))
+    with pytest.raises(DataError, match=f"holds a data set in {num_splits} splits; give {given}$"):
+        check_no_splits(source)
+    check_no_splits(find_source(f"{tmp_path}/{folders[0]}"))
+
+
 def test_a_parquet_file_needs_no_ending(tmp_path: Path) -> None:
     assert find_source(write_parquet(tmp_path / "part-0", 2)).num_rows == 2
 

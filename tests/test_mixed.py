@@ -36,6 +36,7 @@ from raycl.training.preflight import (
 from raycl.training.stages import Position, stage_plans
 from raycl.training.views import build_sampler
 from tests.images import encode, write_digits
+from tests.table_files import write_rows
 
 BATCH_SIZE = 4
 SIZES = (50, 23, 9)  # 12, 5 and 2 complete batches
@@ -350,6 +351,16 @@ def test_parts_of_data_that_number_their_classes_differently_are_refused(tmp_pat
         find_source(str(tmp_path))
     as_grades = ColumnNames(image=None, query="image", document="image")
     assert find_source(str(tmp_path), as_grades).has_labels
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl"])
+def test_a_data_set_without_any_label_may_lie_beside_one_with_names_of_classes(
+    ending: str, tmp_path: Path
+) -> None:
+    for name, label in (("a", "cat"), ("b", None)):
+        write_rows(tmp_path / f"{name}.{ending}", [{"image": "a.png", "label": label}])
+    module = DataModule(run_of(), None, [find_source(str(tmp_path / f"{name}.{ending}")) for name in "ab"])
+    assert [each.classes for each in module.data_sets] == [("cat",), ("cat",)]
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ from raycl.data.sources import Source
 from raycl.data.texts import TextFormat, TextsFormat
 from raycl.data.weights import WeightFormat
 from raycl.doctor.data import _describe, _find, sample_rows
-from raycl.errors import DataError, InvalidValueError, StorageError
+from raycl.errors import ConfigError, DataError, InvalidValueError, StorageError
 from raycl.inference.reading import read_pairs
 from raycl.preparation import _row_tables, gather_texts, pack_rows
 from raycl.recipes import recipe
@@ -479,6 +479,27 @@ def test_integers_in_one_csv_file_and_text_in_another_are_classes_and_ids_of_tex
     assert types is not None and types.field("sample_id").type == pa.string()
 
 
+def test_floats_of_integers_in_csv_files_are_integers_as_pandas_writes_them(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,label,sample_id\na,1,11\nb,2,12\n")
+    (tmp_path / "b.csv").write_text("text,label,sample_id\na,1.0,13.0\nb,,14\nc,2.0,15.0\n")
+    source = find_source(str(tmp_path), TEXTS)
+    assert (source.classes, read(source)["label"]) == (None, [1, 2, 1, -1, 2])
+    assert read(source)["id"] == [11, 12, 13, 14, 15]
+    for other in ("1.5", "01.0", f"{2**53}.0", "1.00", "cat"):
+        (tmp_path / "b.csv").write_text(f"text,label,sample_id\na,{other},x\nb,1.0,y\n")
+        assert find_source(str(tmp_path), TEXTS).classes == tuple(sorted({"1", "1.0", "2", other}))
+    (tmp_path / "b.csv").write_text("text,label,sample_id\na,1,13.0\nb,1,\n")
+    (tmp_path / "a.csv").write_text(f"text,label,sample_id\na,1,{2**53 + 1}\n")
+    with pytest.raises(DataError, match=r"a.csv row 0 has an id of 2\^53 or more as float"):
+        read(find_source(str(tmp_path), TEXTS))
+
+
+def test_ids_of_pairs_may_be_floats_in_one_csv_file(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("query,document,document_id\nq,d,5\n")
+    (tmp_path / "b.csv").write_text("query,document,document_id\nr,e,5.0\ns,f,\n")
+    assert decoded(find_source(str(tmp_path), PAIRS))["document_id.id"].to_pylist() == [[5], [5]]
+
+
 def test_texts_that_are_not_utf8_are_invalid_rows(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"text,n\nfine,1\ncaf\xe9,2\n")
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n{"text": "caf\xe9"}\n')
@@ -499,6 +520,10 @@ BROKEN = {
     "upper_case.csv": (b"Text,n\na,1\n", "it has Text, n: name the right one with --set data.columns.text=Text"),
     "spaces.csv": (b"n, text\n1, a\n", "it has n, \" text\": name the right one with --set 'data.columns.text=\" text\"'"),
     "semicolons.csv": (b"\xef\xbb\xbftext;n\r\na;1\r\n", "fields in the header of .*semicolons.csv are separated by ';'; separate all fields by commas in .csv"),
+    "quoted_semicolons.csv": (b'"text";"n"\n"a";1\n', "fields in the header of .*quoted_semicolons.csv are separated by ';'"),
+    "quoted_tabs.csv": (b'"text"\t"n"\n"a"\t1\n', r"are separated by '\\t'"),
+    "quoted_commas.tsv": (b'"text","n"\n"a",1\n', "are separated by ','"),
+    "quoted_name.csv": (b'"text;n"\n"a"\n', "has no column 'text'; it has text;n"),
     "commas_in_rows.csv": (b"text;n\nHello, world;1\n", "are separated by ';'"),
     "tabs.csv": (b"text\tn\na\t1\n", r"are separated by '\\t'; separate all fields by commas in .csv, by tabs in .tsv"),
     "empty.csv": (b"", "empty.csv holds no rows"),
@@ -519,8 +544,13 @@ BROKEN = {
     "no_column.jsonl": (b'{"texts": "a"}\n', "has no column 'text'; it has texts"),
     "none.jsonl": (b"\n\n", "holds no rows"),
     "cut.jsonl.gz": (gzip.compress(b'{"text": "a"}\n' * 999)[:-9], "as jsonl: Truncated"),
-    "name.jsonl": (b'{"text": "a", "label": "caf\xe9"}\n', "as jsonl: .*[Ii]nvalid UTF8 .*; give an object per line"),
-    "name.csv": (b"text,label\na,caf\xe9\n", "as csv: .*invalid UTF8"),
+    "name.jsonl": (b'{"text": "a", "label": "caf\xe9"}\n', "name.jsonl as jsonl: .*[Ii]nvalid UTF8 .*; write the file in UTF-8$"),
+    "name.csv": (b"text,label\na,caf\xe9\n", "column 'label' of .*name.csv holds bytes that are not UTF-8; write the file in UTF-8$"),
+    "id.tsv": (b"text\tsample_id\na\tb\nc\tcaf\xe9\n", "column 'sample_id' of .*id.tsv holds bytes that are not UTF-8; write"),
+    "utf16.csv": ("text,n\na,1\n".encode("utf-16"), "utf16.csv is in UTF-16; write the file in UTF-8$"),
+    "big_endian.tsv": ("\ufefftext\tn\na\t1\n".encode("utf-16-be"), "big_endian.tsv is in UTF-16; write the file in UTF-8$"),
+    "utf16.csv.gz": (gzip.compress("text\na\n".encode("utf-16")), "utf16.csv.gz is in UTF-16; write the file in UTF-8$"),
+    "utf16.jsonl": ('{"text": "a"}\n'.encode("utf-16"), "utf16.jsonl is in UTF-16; write the file in UTF-8$"),
     "label.jsonl": (b'{"text": "a", "label": 1.5}\n', "labels must be integers or text"),
 }  # fmt: skip
 
@@ -665,6 +695,14 @@ def test_relative_paths_of_images_count_from_the_folder_of_their_table(
         assert [each if isinstance(each, bytes) else str(each) for each in found] == expected
 
 
+def test_paths_of_images_in_another_encoding_are_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes("image,note\na.png,é\n".encode("cp1252"))
+    assert find_source(str(tmp_path / "a.csv")).num_rows == 1  # the note is not read
+    (tmp_path / "a.csv").write_bytes("image,note\na.png,1\né.png,2\n".encode("cp1252"))
+    with pytest.raises(DataError, match="column 'image' of .*a.csv holds bytes that are not UTF-8; write"):
+        find_source(str(tmp_path / "a.csv"))
+
+
 def test_relative_paths_lead_to_no_other_folder(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"a photo")
     (tmp_path / "below").mkdir()
@@ -746,13 +784,41 @@ def test_a_folder_has_tables_of_one_format_and_other_files_are_named(tmp_path: P
     assert (source.kind, source.ignored) == ("csv", ((".md", 1),))
     (tmp_path / "pictures.tar").write_bytes(b"")  # would be a format of its own
     assert find_source(str(tmp_path), TEXTS).ignored == ((".md", 1), (".tar", 1))
+    (tmp_path / "pictures.tar").unlink()
     write_rows(tmp_path / "e.jsonl", [{"text": "e"}])
     with pytest.raises(DataError, match=r"several formats \(3 csv, 1 jsonl\); give a folder of one"):
         find_source(str(tmp_path), TEXTS)
     write_rows(tmp_path / "f.parquet", [{"text": "f"}])
     source = find_source(str(tmp_path), TEXTS)
     assert (source.kind, source.num_rows) == ("parquet", 1)
-    assert dict(source.ignored) == {".csv": 1, ".gz": 1, ".tsv": 1, ".jsonl": 1, ".md": 1, ".tar": 1}
+    assert dict(source.ignored) == {".csv": 1, ".gz": 1, ".tsv": 1, ".jsonl": 1, ".md": 1}
+
+
+@pytest.mark.parametrize("columns", [ColumnNames(), TEXTS, ColumnNames(caption="text")])
+def test_parquet_beside_tars_is_refused_with_a_pattern_of_each(columns: ColumnNames, tmp_path: Path) -> None:
+    rows = [{"image": b"a", "text": "a"}]
+    for name in ("0", "1", "2", "3"):  # as img2dataset writes them
+        write_rows(tmp_path / f"{name}.tar", rows)
+        write_rows(tmp_path / f"{name}.parquet", rows)
+        (tmp_path / f"{name}_stats.json").write_text("{}")
+    patterns = [f"{tmp_path}/{{0..3}}.{ending}" for ending in ("parquet", "tar")]
+    given = " or ".join(f"--data {shlex.quote(each)}" for each in patterns)
+    message = f"several formats (4 parquet, 4 tar); give a folder of one format or {given}"
+    with pytest.raises(DataError, match=f"{re.escape(message)}$"):
+        find_source(str(tmp_path), columns)
+    assert [find_source(each, columns).num_rows for each in patterns] == [4, 4]
+
+
+def test_parquet_beside_images_is_refused_unless_a_column_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"a photo")
+    for name in "bc":
+        write_rows(tmp_path / name / "rows.parquet", [{"file_name": "../a.png", "image": b"packed"}])
+    with pytest.raises(DataError, match=r"\(2 parquet, 1 images\); give a folder of one format$"):
+        find_source(str(tmp_path))
+    assert find_source(str(tmp_path), ColumnNames(image="file_name")).kind == "parquet"
+    shutil.rmtree(tmp_path / "c")
+    with pytest.raises(DataError, match="a folder of one format or --data .*/b/rows.parquet$"):
+        find_source(str(tmp_path))
 
 
 def test_a_folder_of_images_may_have_other_tables_beside_them(tmp_path: Path) -> None:
@@ -760,6 +826,26 @@ def test_a_folder_of_images_may_have_other_tables_beside_them(tmp_path: Path) ->
     write_rows(tmp_path / "labels.csv", [{"file": "a.png", "label": 1}])
     source = find_source(str(tmp_path))
     assert (source.kind, source.num_rows, source.ignored) == ("folder", 1, ((".csv", 1),))
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl"])
+@pytest.mark.parametrize("named", [{"image": "file_name"}, {"label": "class"}, {"sample_id": "number"}])
+def test_named_columns_of_a_folder_of_images_are_in_its_table(
+    named: dict[str, str], ending: str, tmp_path: Path
+) -> None:
+    rows = [{"file_name": f"{name}.png", "class": name, "number": ord(name)} for name in "ab"]
+    for row in rows:
+        (tmp_path / row["file_name"]).write_bytes(row["class"].encode())
+    role, name = next(iter(named.items()))
+    with pytest.raises(ConfigError, match=f"^data.columns.{role} is '{name}', but .* holds images alone"):
+        find_source(str(tmp_path), ColumnNames(**named))
+    (tmp_path / "all.tar").write_bytes(b"the images, packed")
+    write_rows(tmp_path / f"metadata.{ending}", [row | {"image": row["file_name"]} for row in rows])
+    source = find_source(str(tmp_path), ColumnNames(**named))
+    found = read(source)
+    assert (source.kind, found["image"], source.ignored) == (ending, [b"a", b"b"], ((".png", 2), (".tar", 1)))
+    assert source.classes == (("a", "b") if role == "label" else None)
+    assert found["id"] == ([97, 98] if role == "sample_id" else [0, 1])
 
 
 @pytest.mark.parametrize("ending", ["csv", "jsonl"])
@@ -901,6 +987,19 @@ def test_labels_may_be_missing_in_all_rows_of_a_file(ending: str, tmp_path: Path
     assert source.classes == ("cat",)
     assert decoded(source)["label"].to_pylist() == [-1, 0, -1]
     assert read(source)["text"] == [b"a", b"b", b"c"]
+
+
+def test_labels_and_ids_may_be_missing_in_all_rows_of_a_csv_file(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("query,document,label,query_id\nq,d,,\n")
+    source = find_source(str(tmp_path / "a.csv"), PAIRS)
+    assert (source.classes, read(source)["label"], read(source)["query_id"]) == ((), [-1], [None])
+    for label, classes in (("7", None), ("7.0", ("7.0",)), ("x", ("x",))):
+        (tmp_path / "b.csv").write_text(f"query,document,label,query_id\nq,d,{label},{label}\n")
+        source = find_source(str(tmp_path), PAIRS)
+        given = [each for fragment in source.fragments for each in source.read(fragment)]
+        labels = [label for rows in given for label in labels_as_given(rows, source)]
+        assert (source.classes, labels[1]) == (classes, classes[0] if classes else 7)
+        assert read(source)["query_id"] == [None, b"x" if label == "x" else 7]
 
 
 def test_integers_and_texts_as_labels_of_typed_files_are_refused(tmp_path: Path) -> None:

@@ -119,14 +119,19 @@ def test_other_members_are_no_rows(tmp_path: Path) -> None:
             ("part/.DS_Store", tarfile.REGTYPE),
             ("part/README", tarfile.REGTYPE),
             ("part/0.png", tarfile.SYMTYPE),
-            ("part.of/1.png", tarfile.REGTYPE),
+            ("part/.ipynb_checkpoints/1-checkpoint.png", tarfile.REGTYPE),
+            (".Trash/a/1.png", tarfile.REGTYPE),
+            ("./.a/1.png", tarfile.REGTYPE),
+            ("../..a/1.png", tarfile.REGTYPE),
+            ("./part.of/1.png", tarfile.REGTYPE),
             ("../2.png", tarfile.REGTYPE),
         ):
             member = tarfile.TarInfo(name)
             member.type, member.linkname = kind, "/etc/passwd" if kind == tarfile.SYMTYPE else ""
-            member.size = 1 if kind == tarfile.REGTYPE else 0
-            tar.addfile(member, io.BytesIO(b"x"))
-    assert read(find_source(str(path)))["image"] == [b"x", b"x"]
+            content = name[:4].encode() if kind == tarfile.REGTYPE else b""
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    assert read(find_source(str(path)))["image"] == [b"./pa", b"../2"]
 
 
 @pytest.mark.parametrize("ending", ["tar", "tgz"])

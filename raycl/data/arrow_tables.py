@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 import posixpath
+import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -21,6 +22,7 @@ from raycl.storage import Place, check_plain
 
 _FILE = b"ARROW1"  # how a file with an index begins; other files are streams of batches
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream
+_COMPUTED = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow")
 _BYTES = {
     pa.string(): pa.binary(),
     pa.large_string(): pa.large_binary(),
@@ -63,7 +65,7 @@ class ArrowTables:
 
 
 def unread_files(uri: str, files: Sequence[str]) -> set[str]:
-    """Return the files below ``uri`` in folders that ``datasets`` saved and that are not its data.
+    """Return the files below ``uri`` in folders that ``datasets`` saved or cached and that are not its data.
 
     ``datasets`` computed them, or they belong to a data set that was saved there before. Raises ``DataError``
     for a folder of several splits (a ``DatasetDict``), or without one of its files.
@@ -87,7 +89,22 @@ def unread_files(uri: str, files: Sequence[str]) -> set[str]:
                 raise DataError(f"{uri} holds a data set in {len(splits)} splits; give {given}")
     if missing := set[str]().union(*listed.values()).difference(files):
         raise DataError(f"{uri} lacks {min(missing)}, which its state.json lists; save the data set again")
-    return {path for path in arrow_files if path not in listed.get(posixpath.dirname(path), arrow_files)}
+    read = arrow_files - _computed_in_caches(files)
+    return {path for path in arrow_files if path not in listed.get(posixpath.dirname(path), read)}
+
+
+def _computed_in_caches(files: Sequence[str]) -> set[str]:
+    """Return the files that ``map`` and ``filter`` wrote beside the data in the cache of ``load_dataset``."""
+    computed, caches, with_data = set[str](), set[str](), set[str]()
+    for path in files:
+        folder, name = posixpath.split(path)
+        if _COMPUTED.fullmatch(name):
+            computed.add(path)
+        elif name == "dataset_info.json":
+            caches.add(folder)
+        elif name.endswith(".arrow"):
+            with_data.add(folder)
+    return {path for path in computed if posixpath.dirname(path) in caches & with_data}
 
 
 def _data_files(state: Place, *, is_saved: bool) -> list[str] | None:

@@ -2,7 +2,7 @@
 
 import io
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import final
 
@@ -10,9 +10,11 @@ import pyarrow as pa
 from pyarrow import csv
 
 from raycl.data.columns import ColumnNames
+from raycl.data.ids import EXACT
 from raycl.data.tables import (
     IDS_AND_LABELS,
     TableFile,
+    check_encoding,
     chosen,
     is_integer,
     open_text,
@@ -34,7 +36,7 @@ _MOST_HEADER_BYTES = 64 * 2**10
 class CsvTables:
     """CSV with a header, comma-separated, or by tabs in TSV. An empty field is a missing value.
 
-    Ids and labels are integers if all of a column are, else text.
+    Ids and labels are integers if all of a column are, floats if some are written as 3.0, else text.
     """
 
     name = "csv"
@@ -52,17 +54,15 @@ class CsvTables:
             except UnicodeDecodeError:
                 raise DataError(f"the header of {place} is not UTF-8; write the file in UTF-8") from None
         roles = roles_in(place, names, columns)
-        num_rows, integers = _count(place, names, list(roles))
-        kinds = {name: _type(each, is_integer=name in integers) for name, each in roles.items()}
+        num_rows, found = _count(place, names, roles)
+        kinds = {name: _type(each, found[name]) for name, each in roles.items()}
         schema = pa.schema([(name, kinds.get(name, pa.string())) for name in names])
         return TableFile(place=place, group_sizes=[num_rows], schema=schema)
 
     def shared_types(self, schemas: Sequence[pa.Schema], *, where: str) -> pa.Schema:
-        """Return the types of the columns; one with integers in some files and text in others is text."""
-        kinds = {name: {each.field(name).type for each in schemas} for name in schemas[0].names}
-        return pa.schema(
-            [(name, found.pop() if len(found) == 1 else pa.string()) for name, found in kinds.items()]
-        )
+        """Return the types of the columns; one with numbers in some files and text in others is text."""
+        kinds = {name: _common(each.field(name).type for each in schemas) for name in schemas[0].names}
+        return pa.schema(list(kinds.items()))
 
     def read(
         self, place: Place, names: Sequence[str], types: pa.Schema | None, *, start: int, stop: int
@@ -81,16 +81,18 @@ class CsvTables:
 def _header(place: Place) -> str:
     """Return the first line that is not empty, an empty text if there is none."""
     with _reading(place), open_text(place) as stream:
-        lines = stream.read(_MOST_HEADER_BYTES).decode(errors="replace").splitlines()
+        start = stream.read(_MOST_HEADER_BYTES)
+    check_encoding(place, start)
+    lines = start.decode(errors="replace").splitlines()
     return next(filter(None, (line.lstrip("\ufeff") for line in lines)), "")
 
 
 def _check_delimiter(place: Place, header: str, columns: ColumnNames) -> None:
     """Raise if the header is one field that another delimiter would split."""
     others = {",", ";", "\t", "|"} - {_delimiter(place)}
-    found = next((each for each in sorted(others) if each in header), None)
-    is_one_field = _delimiter(place) not in header and not header.startswith('"')
-    if found and is_one_field and header not in columns.asked.values():
+    is_quoted = header.startswith('"')
+    found = next((each for each in sorted(others) if (f'"{each}"' if is_quoted else each) in header), None)
+    if found and _delimiter(place) not in header and header not in columns.asked.values():
         raise DataError(
             f"the fields in the header of {place} are separated by {found!r}; separate all fields by commas in "
             ".csv, by tabs in .tsv"
@@ -114,15 +116,18 @@ class _WithLastRow(io.RawIOBase):
         return content
 
 
-def _count(place: Place, names: Sequence[str], asked: Sequence[str]) -> tuple[int, set[str]]:
-    """Return the number of rows, and which of the columns ``asked`` hold only integers and missing values.
+def _count(
+    place: Place, names: Sequence[str], roles: Mapping[str, Collection[str]]
+) -> tuple[int, dict[str, pa.DataType]]:
+    """Return the number of rows, and the types of the values of the columns that have ``roles``.
 
     Arrow takes the rest of a file as one field if it ends within quotes: then the added row is missing. In TSV all
     columns are read, since a quote that is part of a text may join rows in any of them.
     """
-    integers, num_rows, last = set(asked), 0, {}
+    kinds: dict[str, pa.DataType] = dict.fromkeys(roles, pa.null())
+    num_rows, last = 0, {}
     is_tsv = _delimiter(place) == "\t"
-    read = names if is_tsv else asked
+    read = names if is_tsv else list(roles)
     with _reading(place), open_text(place) as stream:
         row = b"\n" + _delimiter(place).encode().join([_LAST] * len(names)) + b"\n"
         ended = pa.PythonFile(_WithLastRow(stream, row), mode="r")
@@ -134,13 +139,16 @@ def _count(place: Place, names: Sequence[str], asked: Sequence[str]) -> tuple[in
             num_rows += batch.num_rows
             last = batch.slice(batch.num_rows - 1).to_pylist()[0]
             rows = batch.slice(0, batch.num_rows - (set(last.values()) == {_LAST}))
-            integers = {name for name in integers if _are_integers(rows.column(name))}
+            _check_texts(place, rows, roles)
+            for name, kind in kinds.items():
+                if kind != pa.string():
+                    kinds[name] = _common((kind, _kind(rows.column(name))))
     if set(last.values()) != {_LAST}:
         raise DataError(
             f"{place} ends within quotes: from its last row on ({num_rows - 1}), all is one field; close the quote, or "
             'write one that is part of a text as ""'
         )
-    return num_rows - 1, integers
+    return num_rows - 1, kinds
 
 
 def _check_not_joined(place: Place, batch: pa.RecordBatch, first: int) -> None:
@@ -155,14 +163,46 @@ def _check_not_joined(place: Place, batch: pa.RecordBatch, first: int) -> None:
                 )
 
 
-def _are_integers(values: pa.Array) -> bool:
+def _check_texts(place: Place, rows: pa.RecordBatch, roles: Mapping[str, Collection[str]]) -> None:
+    """Raise for paths, ids or labels that are not UTF-8."""
+    for name, each in roles.items():
+        try:
+            if _type(each, pa.string()) == pa.string():
+                rows.column(name).view(pa.string()).validate(full=True)
+        except pa.ArrowInvalid:
+            raise DataError(
+                f"column {name!r} of {place} holds bytes that are not UTF-8; write the file in UTF-8"
+            ) from None
+
+
+def _kind(values: pa.Array) -> pa.DataType:
+    """Return the type for all values: of integers, of floats of integers (pandas writes 3.0 beside a missing value), or of text."""
     given = values.drop_null().to_pylist()
-    return all(map(is_integer, given))
+    if not given:
+        return pa.null()
+    if all(map(is_integer, given)):
+        return pa.int64()
+    return pa.float64() if all(map(_is_exact, given)) else pa.string()
 
 
-def _type(roles: Collection[str], *, is_integer: bool) -> pa.DataType:
+def _is_exact(text: bytes) -> bool:
+    """Whether a text such as 3 or 3.0 is an integer that a float holds exactly."""
+    whole = text.removesuffix(b".0")
+    return is_integer(whole) and abs(int(whole)) < EXACT
+
+
+def _common(kinds: Iterable[pa.DataType]) -> pa.DataType:
+    """Return the type for the values of all types."""
+    found = set(kinds) - {pa.null()}
+    if len(found) <= 1:
+        return found.pop() if found else pa.null()
+    return pa.float64() if found == {pa.int64(), pa.float64()} else pa.string()
+
+
+def _type(roles: Collection[str], kind: pa.DataType) -> pa.DataType:
+    """Return the type to read a column with, whose values have the type ``kind``."""
     if IDS_AND_LABELS & set(roles):
-        return pa.int64() if is_integer else pa.string()
+        return kind
     if "weight" in roles:
         return pa.float64()
     # Texts as bytes: each text that is not UTF-8 is an invalid row. Images and lists are none in CSV.

@@ -35,17 +35,20 @@ from raycl.storage import Place, absolute
 
 ROWS_PER_FRAGMENT = 2_048
 FORMATS = "parquet, CSV, JSONL, Arrow, tar"
+_LINES = ("csv", "jsonl")
 _WITH_KEYS = ("jsonl", "tar")  # each row names its columns, and may lack some
 _ENOUGH_PARTS = 256  # of large row groups in all files, to read in parallel
 _PARQUET_MARK = b"PAR1"  # the first bytes of each file
 _SPLITS = {"train", "training", "dev", "val", "valid", "validation", "eval", "test", "testing", "unlabeled"}
+# The first word of train, split=train, train2017 and train_images.
+_WORD_OF_FOLDER = r"^(?:.*=)?([a-z]+)(?:\d+|_images|_imgs|_set)?$"
 
 
 def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
     """Find the source at ``uri``: a file of rows, a folder or a pattern of them, a table, or a folder of images.
 
-    Raises ``DataError`` if nothing is there, a column is missing or a file is broken, ``StorageError`` if the storage
-    cannot be reached.
+    Raises ``DataError`` if nothing is there, a column is missing or a file is broken, ``ConfigError`` if a column of
+    images alone is named, ``StorageError`` if the storage cannot be reached.
     """
     uri, columns = absolute(uri), columns or ColumnNames()
     check_exists(uri)
@@ -116,22 +119,23 @@ def check_no_splits(source: Source) -> None:
 
 
 def _splits(paths: Sequence[str]) -> dict[str, list[str]]:
-    """Return the folders or files of each split by name; nothing if a path is in no split.
+    """Return the folders or files of each split by name; nothing if a path is in no split, or all are in one.
 
-    Below the folder of all files, a split is in a folder of its name, or has files with its name among their words.
+    Below the folder of all files, a split is in a folder of its name, such as ``train``, ``train2017`` or ``train_images``,
+    or has files with its name among their words.
     """
     above = posixpath.commonpath(map(posixpath.dirname, paths))
-    found: dict[str, list[str]] = {}
+    found, known = dict[str, list[str]](), set[str]()
     for path in paths:
         name, is_folder, _ = path[len(above) :].lstrip("/").partition("/")
-        named = [name.rpartition("=")[2]] if is_folder else re.findall("[a-z]+", name, re.IGNORECASE)
-        words = _SPLITS.intersection(map(str.lower, named))
+        words = _SPLITS.intersection(re.findall(_WORD_OF_FOLDER if is_folder else "[a-z]+", name.lower()))
         if len(words) != 1:
             return {}
+        known |= words
         files = found.setdefault(name if is_folder else words.pop(), [])
         if not is_folder or not files:
             files.append(posixpath.join(above, name))
-    return found
+    return found if len(known) > 1 else {}  # not the classes test1 and test2
 
 
 def _of_all(files: Sequence[str]) -> str:
@@ -217,18 +221,12 @@ def _versioned_table(place: Place, columns: ColumnNames) -> Source | None:
 def _folder_source(root: Place, columns: ColumnNames) -> Source:
     """Return the rows of a folder, which may hold other files too."""
     only_images = set(columns.contents) == {"image"}
-    # The first of these kinds that the folder holds is read, unless it holds two of one group.
-    lines, shards = ("csv", "jsonl"), ("arrow", "tar")  # beside images, a table of lines often describes them
-    kinds = ("parquet",), *((("folder",), shards, lines) if only_images else (lines, shards))
     files = [path for path, _ in root.files(underscored=EXTENSIONS)]  # cameras write _DSC0001.JPG
     unread, found = unread_files(root.uri, files), dict[str | None, list[str]]()
     for path in files:
         if path not in unread:
             found.setdefault(_kind_of(path), []).append(path)
-    kind, *others = next(filter(None, ([each for each in group if each in found] for group in kinds)), [None])
-    if others:
-        counts = ", ".join(f"{len(found[each])} {each}" for each in (kind, *others))
-        raise DataError(f"{root} holds files of several formats ({counts}); give a folder of one format")
+    kind = _kind_to_read(root, columns, found)
     if kind is None and only_images:
         raise DataError(
             f"{root} holds no images and no files of rows ({FORMATS}), but {len(files)} other files; "
@@ -244,11 +242,47 @@ def _folder_source(root: Place, columns: ColumnNames) -> Source:
         source = _image_source(uri, paths) if kind == "folder" else _table_source(uri, paths, columns, kind)
     except DataError as error:
         # Perhaps images of an unknown format beside a table.
-        if only_images and kind in lines and None in found:
+        if only_images and kind in _LINES and None in found:
             known = ", ".join(sorted(EXTENSIONS))
             raise DataError(f"{error}; for images of {root}, known endings are {known}") from None
         raise
     return replace(source, ignored=_endings(set(files).difference(paths)))
+
+
+def _kind_to_read(root: Place, columns: ColumnNames, found: Mapping[str | None, Sequence[str]]) -> str | None:
+    """Return which of the kinds ``found`` in a folder is read, None if it holds no data.
+
+    Raises ``DataError`` for several formats, ``ConfigError`` for images alone if a column is named.
+    """
+    # The first of these kinds that the folder holds is read, unless it holds two of one group.
+    only_images, shards = set(columns.contents) == {"image"}, ("arrow", "tar")
+    named = {role: name for role, name in columns.asked.items() if (role, name) != ("image", "image")}
+    images = () if named else ("folder",)  # which have no columns
+    # Beside images, a table of lines often describes them.
+    are_described = "folder" in found or not only_images
+    kinds = (images, _LINES, shards) if are_described else (shards, _LINES)
+    if "parquet" in found:  # img2dataset writes some without images beside its tars
+        kinds = (("parquet", "tar", *images),)
+    kind, *others = next(filter(None, ([each for each in group if each in found] for group in kinds)), [None])
+    if others:
+        raise _several_formats(root, {str(each): found[each] for each in (kind, *others)})
+    if kind is None and only_images and "folder" in found:
+        role, name = next(iter(named.items()))
+        raise ConfigError(
+            f"data.columns.{role} is {name!r}, but {root} holds images alone, which have no columns; remove the setting, "
+            "or add a table of the paths of the images with this column"
+        )
+    return kind
+
+
+def _several_formats(root: Place, found: Mapping[str, Sequence[str]]) -> DataError:
+    """Return the error of a folder with files of these kinds."""
+    counts = [f"{len(paths)} {'images' if kind == 'folder' else kind}" for kind, paths in found.items()]
+    tables = [paths for kind, paths in found.items() if kind != "folder"]
+    of_one_folder = [paths for paths in tables if len({posixpath.dirname(path) for path in paths}) == 1]
+    given = [f"--data {shlex.quote((root / _of_all(paths)).uri)}" for paths in of_one_folder]
+    remedy = " or ".join(["give a folder of one format", *given])
+    return DataError(f"{root} holds files of several formats ({', '.join(counts)}); {remedy}")
 
 
 def _image_source(uri: str, paths: list[str]) -> Source:

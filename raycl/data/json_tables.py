@@ -14,6 +14,7 @@ from raycl.data.tables import (
     BLOCK_BYTES,
     IDS_AND_LABELS,
     TableFile,
+    check_encoding,
     chosen,
     open_text,
     reading,
@@ -74,6 +75,8 @@ def _tables(place: Place, schema: pa.Schema | None) -> Iterator[pa.Table]:
     for lines in _blocks(place):
         if not lines.strip():
             continue
+        if not first:
+            check_encoding(place, lines)
         try:
             table = json.read_json(
                 pa.BufferReader(lines),
@@ -110,6 +113,8 @@ def _broken(place: Place, first: int, error: Exception) -> DataError:
     remedy = "give an object per line, with values of one type for each key"
     if "surrogate" in cause:
         remedy = r"write a whole character in place of half of one, such as \ud83d"
+    if "UTF8" in cause:
+        remedy = "write the file in UTF-8"
     return DataError(f"cannot read {place} as jsonl: {cause}; {remedy}")
 
 

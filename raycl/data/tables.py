@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import re
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
@@ -103,6 +104,12 @@ def open_text(place: Place) -> Iterator[pa.NativeFile]:
     with place.open() as file:
         stream = pa.BufferedInputStream(file, BLOCK_BYTES)
         yield pa.CompressedInputStream(stream, "gzip") if place.name.lower().endswith(".gz") else stream
+
+
+def check_encoding(place: Place, start: bytes) -> None:
+    """Raise ``DataError`` for a text file that begins with the mark of UTF-16."""
+    if start[:2] in (BOM_UTF16_LE, BOM_UTF16_BE):
+        raise DataError(f"{place} is in UTF-16; write the file in UTF-8")
 
 
 def row_range(

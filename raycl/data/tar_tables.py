@@ -33,8 +33,8 @@ from raycl.data.tables import (
 from raycl.errors import DataError, first_line
 from raycl.storage import Place
 
-# The name that a sample's files share, and the ending.
-_NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
+# The name that a sample's files share, in folders that are not hidden, and the ending.
+_NAME = re.compile(r"((?:(?:\.{0,2}|[^./][^/]*)/)*[^./]+)\.([^/]+)")
 _TEXTS = frozenset({"txt", "text"})
 _ENDINGS = {
     "image": frozenset(ending.removeprefix(".") for ending in EXTENSIONS),
