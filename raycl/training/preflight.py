@@ -349,6 +349,12 @@ def check_output(config: RunConfig, output: Place, *, resume: bool) -> None:
     output.check_writable()
 
 
+def num_stages_so_far(output: Place) -> int:
+    """Return the number of stages of the run in the output, 0 without one."""
+    saved = output / CONFIG
+    return len(config_from_yaml(saved.read_text(), name=saved.uri).stages) if saved.exists() else 0
+
+
 def _check_unchanged(saved: RunConfig, config: RunConfig) -> None:
     """Refuse to resume with settings that would change the views or weights of the rest of the run."""
     last = len(saved.stages) - 1
