@@ -275,7 +275,7 @@ def complete_checkpoints(output: Place) -> list[str]:
     """Return the names of the complete checkpoints that the run still has, in no order."""
     folder = output / CHECKPOINTS
     listed = _read_list(folder) if (folder / CHECKPOINT_LIST).exists() else {}
-    names = {each["checkpoint_dir_name"] for each in listed.get("checkpoint_results", [])}
+    names = {each[_NAME] for each in [*listed.get(_RESULTS, []), listed.get(_LATEST)] if each}
     return sorted(name for name in names if (folder / name / STATE).exists())
 
 

@@ -502,6 +502,43 @@ def test_a_swapped_checkpoint_is_found(copy: Path) -> None:
     assert "the checkpoint step-00000012 is not the one that the run saved" in str(found)
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("step-00000099", "the run did not save the checkpoint step-00000099"),
+        ("step-00000012", "the checkpoint step-00000012 is not the one that the run saved"),
+    ],
+)
+def test_a_latest_checkpoint_that_the_run_did_not_save_is_found(name: str, says: str, copy: Path) -> None:
+    listed = copy / "checkpoints" / CHECKPOINT_LIST
+    results = json.loads(listed.read_text())["checkpoint_results"]
+    latest = {"checkpoint_dir_name": name}
+    listed.write_text(json.dumps({"checkpoint_results": results[:1], "latest_checkpoint_result": latest}))
+    (copy / "checkpoints" / name).mkdir(exist_ok=True)
+    (copy / "checkpoints" / name / "state.pt").write_bytes(b"forged")
+    found = raycl.certify(copy, steps=0)
+    assert failed(found) == ["checkpoints"]
+    assert says in str(found)
+
+
+def test_a_swapped_checkpoint_that_the_list_lacks_is_found_unless_its_upload_was_interrupted(
+    copy: Path,
+) -> None:
+    listed, state = copy / "checkpoints" / CHECKPOINT_LIST, copy / "checkpoints/step-00000012/state.pt"
+    listed.write_text(
+        json.dumps({"checkpoint_results": json.loads(listed.read_text())["checkpoint_results"][:1]})
+    )
+    assert "checkpoints/step-00000012/state.pt" in raycl.certify(copy, steps=0).files
+    state.write_bytes(state.read_bytes()[:99])
+    found = raycl.certify(copy, steps=0)
+    assert failed(found) == ["checkpoints"]
+    assert "the checkpoint step-00000012 is not the one that the run saved" in str(found)
+    # Its link is the last one of a run that ended while it saved.
+    (copy / "result.json").write_text(json.dumps({"status": "failed"}))
+    (copy / CHAIN).write_text("".join((copy / CHAIN).read_text().splitlines(keepends=True)[:3]))
+    assert raycl.certify(copy, steps=0).is_valid
+
+
 def test_an_edited_config_is_found(copy: Path) -> None:
     text = (copy / "config.yaml").read_text()
     assert "crop_scale" in text

@@ -149,8 +149,13 @@ class ChainedHistory:
 
     def _check_checkpoints(self) -> str:
         bound = {link["name"]: link["state"] for link in self.links if link["kind"] == CHECKPOINT}
+        folder = self.run.output / CHECKPOINTS
+        there = {path for path, _ in folder.files()} if folder.exists() else set[str]()
+        # The list may lack them. The last one may be incomplete: its link is written first.
+        linked = (link["name"] for link in self.kept[:-1] if link["kind"] == CHECKPOINT)
+        names = sorted({*self._saved, *(name for name in linked if f"{name}/{STATE}" in there)})
         # Those that a run that still trains has not deleted since.
-        found = sha256_of_files(self.run.output, (f"{CHECKPOINTS}/{name}/{STATE}" for name in self._saved))
+        found = sha256_of_files(self.run.output, (f"{CHECKPOINTS}/{name}/{STATE}" for name in names))
         self.files |= found
         states = {path.split("/")[1]: value for path, value in found.items()}
         for name, value in states.items():
