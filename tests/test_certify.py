@@ -443,6 +443,13 @@ def test_a_finished_run_whose_second_start_ended_before_the_workers_is_unfinishe
     rewritten(copy / CHAIN, lambda links: links[-1].update(files=spec))
     with_new_hashes(copy)
     assert raycl.certify(copy, steps=0).proves.startswith("It proves that the files of this run")
+    result = (copy / "result.json").read_text()
+    (copy / "encoder.json").write_text('{"name": "another"}')
+    for edited in (result, '{"status": "stopped"}'):
+        (copy / "result.json").write_text(edited)
+        found = raycl.certify(copy, steps=0)
+        assert failed(found) == ["files"]
+        assert "encoder.json was changed since the run wrote it" in str(found)
     started_again(copy)
     assert not (copy / "encoder.json").exists()
     found = raycl.certify(copy, steps=0)

@@ -8,6 +8,7 @@ from typing import Any, final
 
 from raycl.chain import CHAIN, CHECKPOINT, END, START, kept_links, log_heads, read_chain, sha256_of_files
 from raycl.errors import ConfigError, DataError
+from raycl.models.registry import SPEC
 from raycl.records import CHECKPOINTS, CONFIG, METRICS, RESULT, STATE, as_object, complete_checkpoints
 from raycl.step_replay.record import RecordedRun
 
@@ -96,14 +97,16 @@ class ChainedHistory:
         return f"{len(links)} links, starts of workers: {len(self.starts)}, {links[-1]['step']:,} steps"
 
     def _check_files(self) -> str:
-        bound = dict(self.starts[-1]["files"])
-        bound |= self.links[-1]["files"] if self.is_finished else {}
+        # A run that is started again deletes the encoder's spec, and the encoder is the one of the last checkpoint.
+        has_ended = self.links[-1]["kind"] == END and (self.is_finished or (self.run.output / SPEC).exists())
+        of_end = self.links[-1]["files"] if has_ended else {}
+        bound = {**self.starts[-1]["files"], **of_end}
         found = sha256_of_files(self.run.output, bound)
         self.files |= found
         for name, value in bound.items():
             if found.get(name) != value:
                 how = "was changed" if name in found else "is missing"
-                if not self.is_finished and name in found:
+                if not self.is_finished and name in found and name not in of_end:
                     raise DataError(
                         f"{name} was changed after the workers last started, by another program or by a --resume that ended "
                         "before they started again; in that case continue the run with --resume"
