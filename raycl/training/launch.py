@@ -184,9 +184,9 @@ def train_validated(
         with open_bank(job, report) as bank, open_miner(replace(job, bank=bank), report) as job:
             # Only now: a refused run must not leave an output that would require --resume.
             run.lease.check()
-            save_run_files(output, config, described, vocabulary)
-            shutdown.begin()
             with _write_error(run, shutdown), unwrap_ray_errors():
+                save_run_files(output, config, described, vocabulary)
+                shutdown.begin()
                 final = train_in_groups(job, shutdown, report, quiet=quiet)
                 shutdown.end()
                 _warn_of_leakage(config, final, report)
