@@ -31,9 +31,10 @@ from raycl.data.sampler import InMemorySampler
 from raycl.data.windows import WindowCutter
 from raycl.errors import ConfigError, DataError
 from raycl.records import CHECKPOINT_LIST, READ_ROWS
-from raycl.step_replay import certificate
+from raycl.step_replay import certificate, recompute
 from raycl.step_replay.certificate import Certificate
 from raycl.step_replay.check_history import ChainedHistory
+from raycl.step_replay.recompute import RecomputedSteps
 from raycl.step_replay.record import read_record
 from raycl.step_replay.rows import read_rows
 from raycl.storage import Place
@@ -833,6 +834,31 @@ def test_steps_that_a_restart_or_a_rollback_undid_do_not_count() -> None:
         saved("30"),
     ]
     assert kept_links([]) == []
+
+
+def test_steps_after_a_rollback_behind_a_start_are_those_of_its_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(str(tmp_path))
+    chain = Chain(place)
+    first = {"settings": "s", "workers": 2, "checkpoint": None}
+    chain.add("start", first)
+    chain.add("checkpoint", {"name": "step-00000040", "losses": {"1": 3.0}})
+    chain.add("start", {**first, "workers": 1, "checkpoint": "step-00000040"})
+    chain.add("rollback", {"checkpoint": "step-00000040"})
+    chain.add("checkpoint", {"name": "step-00000040-again1", "losses": {}})
+    chain.add("checkpoint", {"name": "step-00000080-again1", "losses": {"41": 1.0}})
+    chain.flush()
+    links = read_chain(place)
+    monkeypatch.setattr(recompute, "complete_checkpoints", lambda _: ["step-00000040-again1"])
+    history: Any = SimpleNamespace(
+        run=SimpleNamespace(output=place, is_kept=lambda *_, **__: True),
+        links=links,
+        kept=kept_links(links),
+        starts=[link for link in links if link["kind"] == "start"],
+    )
+    found = RecomputedSteps(history, MagicMock())._recomputable()
+    assert [(start["workers"], losses) for start, losses in found] == [(2, {1: 3.0}), (1, {41: 1.0})]
 
 
 def test_a_damaged_chain_is_moved_and_a_new_one_begins(tmp_path: Path) -> None:
