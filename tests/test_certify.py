@@ -861,19 +861,20 @@ def test_steps_after_a_rollback_behind_a_start_are_those_of_its_workers(
     assert [(start["workers"], losses) for start, losses in found] == [(2, {1: 3.0}), (1, {41: 1.0})]
 
 
-def test_a_damaged_chain_is_moved_and_a_new_one_begins(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"{}\n", b"\xff\x00\xfe damaged\n"])
+def test_a_damaged_chain_is_moved_and_a_new_one_begins(content: bytes, tmp_path: Path) -> None:
     place = Place(str(tmp_path))
     first = Chain(place)
     first.add("start", {"step": 0})
     first.flush()
     assert not Chain(place).is_damaged
-    (tmp_path / CHAIN).write_text("{}\n")
+    (tmp_path / CHAIN).write_bytes(content)
     second = Chain(place)
     assert second.is_damaged
     second.add("start", {"step": 5})
     second.flush()
     assert [link["step"] for link in read_chain(place)] == [5]
-    assert (tmp_path / "chain.damaged.jsonl").read_text() == "{}\n"
+    assert (tmp_path / "chain.damaged.jsonl").read_bytes() == content
 
 
 def test_the_hash_of_a_draw_is_a_sum_over_samples_that_depends_on_the_epoch() -> None:
