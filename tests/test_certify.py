@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 import raycl
 from raycl.chain import CHAIN, Chain, hash_of_draw, kept_links, log_heads, read_chain, sha256_of_files
 from raycl.cli.main import app
+from raycl.config import RunConfig
 from raycl.config.overrides import override
 from raycl.data import decode
 from raycl.data.discovery import find_source
@@ -29,7 +30,7 @@ from raycl.data.fingerprint import fingerprint
 from raycl.data.ids import content_id
 from raycl.data.sampler import InMemorySampler
 from raycl.data.windows import WindowCutter
-from raycl.errors import ConfigError, DataError
+from raycl.errors import ConfigError, DataError, RunError
 from raycl.records import CHECKPOINT_LIST, READ_ROWS
 from raycl.step_replay import certificate, recompute
 from raycl.step_replay.certificate import Certificate
@@ -472,6 +473,7 @@ def test_a_longer_run_whose_workers_did_not_start_is_certified_once_they_do(copy
         corpus_fingerprint=None,
         config=config,
         coordinator=None,
+        check_lease=lambda: None,
     )
     RunChain(job, config, dict, Position(step=12), restored, torch.device("cpu"))
     found = raycl.certify(copy, steps=0)
@@ -923,11 +925,30 @@ def test_the_fingerprint_depends_on_contents_only() -> None:
         assert fingerprint(changed) != expected, name
 
 
+def job_of(config: RunConfig, output: Path, check_lease: Callable[[], None] = lambda: None) -> Any:
+    """Return the parts of a job that a chain reads."""
+    return SimpleNamespace(
+        output=Place(str(output)),
+        fingerprint=7,
+        corpus_fingerprint=8,
+        config=config,
+        check_lease=check_lease,
+    )
+
+
+def test_a_group_without_its_lease_adds_no_start(copy: Path) -> None:
+    def lose() -> None:
+        raise RunError("this process lost its lease")
+
+    config, before = small_config("simclr", {}), (copy / CHAIN).read_bytes()
+    with pytest.raises(RunError, match="lost its lease"):
+        RunChain(job_of(config, copy, lose), config, dict, Position(), None, torch.device("cpu"))
+    assert (copy / CHAIN).read_bytes() == before
+
+
 def test_steps_of_a_lost_group_and_before_a_rollback_are_not_counted(tmp_path: Path) -> None:
     config = small_config("simclr", {})
-    job: Any = SimpleNamespace(
-        output=Place(str(tmp_path)), fingerprint=7, corpus_fingerprint=8, config=config
-    )
+    job = job_of(config, tmp_path)
     cpu, state_file = torch.device("cpu"), tmp_path / "state"
     state_file.write_bytes(b"weights")
     ids = {step: np.arange(step, step + 8) for step in range(1, 12)}
@@ -1015,8 +1036,6 @@ def test_a_run_with_files_that_are_not_installed_has_a_chain(
 
     monkeypatch.setattr("importlib.metadata.version", missing)
     config = small_config("simclr", {})
-    job: Any = SimpleNamespace(
-        output=Place(str(tmp_path)), fingerprint=7, corpus_fingerprint=8, config=config
-    )
+    job = job_of(config, tmp_path)
     RunChain(job, config, dict, Position(), None, torch.device("cpu"))
     assert read_chain(job.output)[0]["version"] == "unknown"
