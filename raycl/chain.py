@@ -54,7 +54,8 @@ def read_chain(output: Place) -> list[dict[str, Any]]:
     """Return all links of a run, none without a chain; raises ``DataError`` for a link that does not fit."""
     place, previous = output / CHAIN, _FIRST
     links: list[dict[str, Any]] = []
-    for number, line in enumerate(place.read_text().splitlines() if place.exists() else (), 1):
+    content = place.read_bytes().decode(errors="replace") if place.exists() else ""
+    for number, line in enumerate(content.splitlines(), 1):
         link = parse_object(line) or {}
         if link.get("previous") != previous or link.get("hash") != _hash_of(link):
             raise DataError(f"link {number} of {place} was changed, or links before it are missing")

@@ -31,6 +31,8 @@ RENEW_S = 15.0
 DEAD_S = 60.0  # since the last renewal, by the clock of the storage
 WATCH_S = 2 * RENEW_S  # at least: a living writer renews late after an outage of the storage
 _CLAIM = ".writer-"
+# Unlike time.monotonic, it counts the time in which the machine sleeps.
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 @final
@@ -111,11 +113,11 @@ class Lease:
 
     def renew(self) -> None:
         """Renew the claim, to show that this process is alive; raises as ``check`` does."""
-        began = time.monotonic()
+        began = time.clock_gettime(_CLOCK)
         self.check()
         self._put(is_writing=True)
         # A successor may have removed the claim before this write restored it.
-        if time.monotonic() - began > RENEW_S and len(self._claims()) > 1:
+        if time.clock_gettime(_CLOCK) - began > RENEW_S and len(self._claims()) > 1:
             self._claim.delete()
             self.check()
 

@@ -43,7 +43,7 @@ class MetricsLog:
     Lines are kept in memory, and the whole file is written every ``flush_interval_s`` seconds, since an
     object store cannot append. A run that resumes at ``resume_step``, after ``num_rollbacks`` rollbacks,
     drops the lines after its checkpoint, but keeps the lines before each rollback. A run that starts over keeps
-    the lines about lost groups only. ``check`` is called before each write, and may raise.
+    the lines about lost groups only, at step 0. ``check`` is called before each write, and may raise.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class MetricsLog:
         self._place, self._check = output / METRICS, check
         self._flush_interval_s = flush_interval_s
         lines = read_metrics(output)
-        if resume_step is None:
-            lines = [line for line in lines if line.get("event") == FAILURE]
+        if resume_step is None:  # at step 0, so that a later group that resumes keeps them, too
+            lines = [{**line, "step": 0} for line in lines if line.get("event") == FAILURE]
         self._lines, self._hash = list[str](), LogHash()
         self.failed_at = set[int]()  # of the failures in the lines that are kept
         for line in _until(lines, resume_step or 0, num_rollbacks):
@@ -275,7 +275,7 @@ def complete_checkpoints(output: Place) -> list[str]:
     """Return the names of the complete checkpoints that the run still has, in no order."""
     folder = output / CHECKPOINTS
     listed = _read_list(folder) if (folder / CHECKPOINT_LIST).exists() else {}
-    names = {each["checkpoint_dir_name"] for each in listed.get("checkpoint_results", [])}
+    names = {each[_NAME] for each in [*listed.get(_RESULTS, []), listed.get(_LATEST)] if each}
     return sorted(name for name in names if (folder / name / STATE).exists())
 
 

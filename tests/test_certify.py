@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 import raycl
 from raycl.chain import CHAIN, Chain, hash_of_draw, kept_links, log_heads, read_chain, sha256_of_files
 from raycl.cli.main import app
+from raycl.config import RunConfig
 from raycl.config.overrides import override
 from raycl.data import decode
 from raycl.data.discovery import find_source
@@ -29,11 +30,12 @@ from raycl.data.fingerprint import fingerprint
 from raycl.data.ids import content_id
 from raycl.data.sampler import InMemorySampler
 from raycl.data.windows import WindowCutter
-from raycl.errors import ConfigError, DataError
+from raycl.errors import ConfigError, DataError, RunError
 from raycl.records import CHECKPOINT_LIST, READ_ROWS
-from raycl.step_replay import certificate
+from raycl.step_replay import certificate, recompute
 from raycl.step_replay.certificate import Certificate
 from raycl.step_replay.check_history import ChainedHistory
+from raycl.step_replay.recompute import RecomputedSteps
 from raycl.step_replay.record import read_record
 from raycl.step_replay.rows import read_rows
 from raycl.storage import Place
@@ -443,6 +445,13 @@ def test_a_finished_run_whose_second_start_ended_before_the_workers_is_unfinishe
     rewritten(copy / CHAIN, lambda links: links[-1].update(files=spec))
     with_new_hashes(copy)
     assert raycl.certify(copy, steps=0).proves.startswith("It proves that the files of this run")
+    result = (copy / "result.json").read_text()
+    (copy / "encoder.json").write_text('{"name": "another"}')
+    for edited in (result, '{"status": "stopped"}'):
+        (copy / "result.json").write_text(edited)
+        found = raycl.certify(copy, steps=0)
+        assert failed(found) == ["files"]
+        assert "encoder.json was changed since the run wrote it" in str(found)
     started_again(copy)
     assert not (copy / "encoder.json").exists()
     found = raycl.certify(copy, steps=0)
@@ -464,6 +473,7 @@ def test_a_longer_run_whose_workers_did_not_start_is_certified_once_they_do(copy
         corpus_fingerprint=None,
         config=config,
         coordinator=None,
+        check_lease=lambda: None,
     )
     RunChain(job, config, dict, Position(step=12), restored, torch.device("cpu"))
     found = raycl.certify(copy, steps=0)
@@ -500,6 +510,43 @@ def test_a_swapped_checkpoint_is_found(copy: Path) -> None:
     found = raycl.certify(copy, steps=0)
     assert failed(found) == ["checkpoints"]
     assert "the checkpoint step-00000012 is not the one that the run saved" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("step-00000099", "the run did not save the checkpoint step-00000099"),
+        ("step-00000012", "the checkpoint step-00000012 is not the one that the run saved"),
+    ],
+)
+def test_a_latest_checkpoint_that_the_run_did_not_save_is_found(name: str, says: str, copy: Path) -> None:
+    listed = copy / "checkpoints" / CHECKPOINT_LIST
+    results = json.loads(listed.read_text())["checkpoint_results"]
+    latest = {"checkpoint_dir_name": name}
+    listed.write_text(json.dumps({"checkpoint_results": results[:1], "latest_checkpoint_result": latest}))
+    (copy / "checkpoints" / name).mkdir(exist_ok=True)
+    (copy / "checkpoints" / name / "state.pt").write_bytes(b"forged")
+    found = raycl.certify(copy, steps=0)
+    assert failed(found) == ["checkpoints"]
+    assert says in str(found)
+
+
+def test_a_swapped_checkpoint_that_the_list_lacks_is_found_unless_its_upload_was_interrupted(
+    copy: Path,
+) -> None:
+    listed, state = copy / "checkpoints" / CHECKPOINT_LIST, copy / "checkpoints/step-00000012/state.pt"
+    listed.write_text(
+        json.dumps({"checkpoint_results": json.loads(listed.read_text())["checkpoint_results"][:1]})
+    )
+    assert "checkpoints/step-00000012/state.pt" in raycl.certify(copy, steps=0).files
+    state.write_bytes(state.read_bytes()[:99])
+    found = raycl.certify(copy, steps=0)
+    assert failed(found) == ["checkpoints"]
+    assert "the checkpoint step-00000012 is not the one that the run saved" in str(found)
+    # Its link is the last one of a run that ended while it saved.
+    (copy / "result.json").write_text(json.dumps({"status": "failed"}))
+    (copy / CHAIN).write_text("".join((copy / CHAIN).read_text().splitlines(keepends=True)[:3]))
+    assert raycl.certify(copy, steps=0).is_valid
 
 
 def test_an_edited_config_is_found(copy: Path) -> None:
@@ -791,19 +838,45 @@ def test_steps_that_a_restart_or_a_rollback_undid_do_not_count() -> None:
     assert kept_links([]) == []
 
 
-def test_a_damaged_chain_is_moved_and_a_new_one_begins(tmp_path: Path) -> None:
+def test_steps_after_a_rollback_behind_a_start_are_those_of_its_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(str(tmp_path))
+    chain = Chain(place)
+    first = {"settings": "s", "workers": 2, "checkpoint": None}
+    chain.add("start", first)
+    chain.add("checkpoint", {"name": "step-00000040", "losses": {"1": 3.0}})
+    chain.add("start", {**first, "workers": 1, "checkpoint": "step-00000040"})
+    chain.add("rollback", {"checkpoint": "step-00000040"})
+    chain.add("checkpoint", {"name": "step-00000040-again1", "losses": {}})
+    chain.add("checkpoint", {"name": "step-00000080-again1", "losses": {"41": 1.0}})
+    chain.flush()
+    links = read_chain(place)
+    monkeypatch.setattr(recompute, "complete_checkpoints", lambda _: ["step-00000040-again1"])
+    history: Any = SimpleNamespace(
+        run=SimpleNamespace(output=place, is_kept=lambda *_, **__: True),
+        links=links,
+        kept=kept_links(links),
+        starts=[link for link in links if link["kind"] == "start"],
+    )
+    found = RecomputedSteps(history, MagicMock())._recomputable()
+    assert [(start["workers"], losses) for start, losses in found] == [(2, {1: 3.0}), (1, {41: 1.0})]
+
+
+@pytest.mark.parametrize("content", [b"{}\n", b"\xff\x00\xfe damaged\n"])
+def test_a_damaged_chain_is_moved_and_a_new_one_begins(content: bytes, tmp_path: Path) -> None:
     place = Place(str(tmp_path))
     first = Chain(place)
     first.add("start", {"step": 0})
     first.flush()
     assert not Chain(place).is_damaged
-    (tmp_path / CHAIN).write_text("{}\n")
+    (tmp_path / CHAIN).write_bytes(content)
     second = Chain(place)
     assert second.is_damaged
     second.add("start", {"step": 5})
     second.flush()
     assert [link["step"] for link in read_chain(place)] == [5]
-    assert (tmp_path / "chain.damaged.jsonl").read_text() == "{}\n"
+    assert (tmp_path / "chain.damaged.jsonl").read_bytes() == content
 
 
 def test_the_hash_of_a_draw_is_a_sum_over_samples_that_depends_on_the_epoch() -> None:
@@ -852,11 +925,30 @@ def test_the_fingerprint_depends_on_contents_only() -> None:
         assert fingerprint(changed) != expected, name
 
 
+def job_of(config: RunConfig, output: Path, check_lease: Callable[[], None] = lambda: None) -> Any:
+    """Return the parts of a job that a chain reads."""
+    return SimpleNamespace(
+        output=Place(str(output)),
+        fingerprint=7,
+        corpus_fingerprint=8,
+        config=config,
+        check_lease=check_lease,
+    )
+
+
+def test_a_group_without_its_lease_adds_no_start(copy: Path) -> None:
+    def lose() -> None:
+        raise RunError("this process lost its lease")
+
+    config, before = small_config("simclr", {}), (copy / CHAIN).read_bytes()
+    with pytest.raises(RunError, match="lost its lease"):
+        RunChain(job_of(config, copy, lose), config, dict, Position(), None, torch.device("cpu"))
+    assert (copy / CHAIN).read_bytes() == before
+
+
 def test_steps_of_a_lost_group_and_before_a_rollback_are_not_counted(tmp_path: Path) -> None:
     config = small_config("simclr", {})
-    job: Any = SimpleNamespace(
-        output=Place(str(tmp_path)), fingerprint=7, corpus_fingerprint=8, config=config
-    )
+    job = job_of(config, tmp_path)
     cpu, state_file = torch.device("cpu"), tmp_path / "state"
     state_file.write_bytes(b"weights")
     ids = {step: np.arange(step, step + 8) for step in range(1, 12)}
@@ -944,8 +1036,6 @@ def test_a_run_with_files_that_are_not_installed_has_a_chain(
 
     monkeypatch.setattr("importlib.metadata.version", missing)
     config = small_config("simclr", {})
-    job: Any = SimpleNamespace(
-        output=Place(str(tmp_path)), fingerprint=7, corpus_fingerprint=8, config=config
-    )
+    job = job_of(config, tmp_path)
     RunChain(job, config, dict, Position(), None, torch.device("cpu"))
     assert read_chain(job.output)[0]["version"] == "unknown"

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -210,10 +211,17 @@ def test_an_unreadable_claim_is_valid_until_its_timeout(
         assert len(claims_in(Place(str(tmp_path)))) == 1
 
 
-def test_a_late_renewal_loses_to_its_successor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_suspended", [False, True])
+def test_a_late_renewal_loses_to_its_successor(
+    is_suspended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = Place(str(tmp_path))
     monkeypatch.setattr(lease, "RENEW_S", 0.1)
     late, write = claim_of(output, machine="another"), Lease._put
+    if is_suspended:  # the machine: time.monotonic stands still
+        now = count()
+        monkeypatch.setattr(time, "clock_gettime", lambda _: next(now))
+        monkeypatch.setattr(time, "monotonic", float)
 
     def put(own: Lease, *, is_writing: bool) -> None:
         if own.name == late.name:

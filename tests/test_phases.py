@@ -9,6 +9,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from ray.exceptions import GetTimeoutError
 
 from raycl.config.schema import CheckpointConfig
 from raycl.distributed.step_timer import PAUSED, REST, StepTimer, counted, phase
@@ -237,6 +238,29 @@ def test_a_group_lost_before_its_first_step_adds_to_the_failure_before_it(
     assert lose("worker 0 died", again) == Failure(
         text="worker 0 died", step=0, seconds=0.0, time=250.0, number=3, after_s=150.0
     )
+
+
+def test_the_log_says_when_a_group_was_lost_together_with_the_coordinator(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def no_answer(_: Any, timeout: float) -> None:
+        raise GetTimeoutError
+
+    monkeypatch.setattr("raycl.training.driver.ray", SimpleNamespace(get=no_answer))
+    monkeypatch.setattr("raycl.training.driver.time.time", lambda: 3_700.0)
+    job: Any = SimpleNamespace(coordinator=MagicMock(), failure=None, output=Place(str(tmp_path)))
+    log = MetricsLog(job.output)
+    log.write({"step": 900, "seconds": 3_000.0, "time": 90})
+    log.flush()
+    # Another driver wrote this line.
+    assert lose_group(job, "node lost", started=100.0).time == 100.0
+    log.write({"step": 950, "seconds": 3_200.0, "time": 3_690})
+    log.flush()
+    lost = lose_group(job, "node lost", started=100.0)
+    assert (lost.step, lost.seconds, lost.time) == (950, 3_200.0, 3_690)
+    # The next group made no step.
+    job.failure = lost
+    assert lose_group(job, "no node", started=100.0).text == "node lost; no node"
 
 
 @pytest.mark.parametrize(

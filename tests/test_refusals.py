@@ -335,6 +335,14 @@ def test_a_run_is_not_resumed_with_fewer_steps_than_it_has_made(tmp_path: Path) 
         ConfigError, match="has made 6 steps, and --resume would train for 3; repeat its --epochs"
     ):
         _check_length(override(two_epochs, {"stages.0.epochs": 1}), output, [100])
+    # The steps of a stage that --resume appends do not replace those of a stage that it shortens.
+    (output / "config.yaml").write_text(config_to_yaml(two_epochs))
+    longer = override(two_epochs, {"stages.1.epochs": 9})
+    _check_length(longer, output, [100])
+    with pytest.raises(
+        ConfigError, match=r"6 steps, and --resume would train for 3 before stages\.1; repeat"
+    ):
+        _check_length(override(longer, {"stages.0.epochs": 1}), output, [100])
 
 
 def test_a_stream_is_not_resumed_with_fewer_steps_than_all_its_rows_allow(tmp_path: Path) -> None:

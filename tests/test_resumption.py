@@ -2,17 +2,22 @@
 
 import contextlib
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 import raycl
 from raycl.config import RunConfig
 from raycl.config.overrides import config_to_yaml
-from raycl.errors import ConfigError, DataError, RunError
+from raycl.errors import ConfigError, DataError, RunError, StorageError
+from raycl.records import read_result, write_result
 from raycl.storage import Place
-from raycl.training.preflight import check_output, check_same_data
+from raycl.training import launch
+from raycl.training.preflight import check_output, check_same_data, validate_run
 from tests.images import write_digits
 from tests.test_cli import run_raycl
 
@@ -172,6 +177,38 @@ def test_stages_may_be_added_but_not_removed(output: str) -> None:
     shorter = raycl.override(raycl.recipe("simclr"), {"stages.0.epochs": 3})
     with pytest.raises(ConfigError, match="the run has 2 stages, and --resume got only 1"):
         check_output(shorter, Place(output), resume=True)
+
+
+def test_a_finished_run_that_a_full_disk_does_not_start_again_has_failed_and_keeps_its_encoder(
+    output: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(output)
+    write_result(place, {"status": "finished", "steps": 5})
+    (place / "encoder.json").write_text("{}")
+    write = Place.write_text
+
+    def write_unless_full(file: Place, text: str) -> None:
+        if file.name == "data.json":
+            raise StorageError("cannot write data.json: no space left")
+        write(file, text)
+
+    monkeypatch.setattr(Place, "write_text", write_unless_full)
+    for name in ("_check_towers", "connect_cluster", "prestart_controller", "_report_skipped", "_check_data"):
+        monkeypatch.setattr(launch, name, MagicMock())
+    for name in ("check_cluster", "_read_data", "GracefulShutdown", "start_coordinator", "open_bank"):
+        monkeypatch.setattr(launch, name, MagicMock())
+    monkeypatch.setattr(
+        launch, "DataModule", lambda *_: SimpleNamespace(data_sets=[], classes=None, streamed=False)
+    )
+    monkeypatch.setattr(launch, "replace", lambda job, **_: job)
+    monkeypatch.setattr(launch, "open_miner", lambda *_: nullcontext(SimpleNamespace()))
+    with (
+        pytest.raises(StorageError, match="no space left"),
+        validate_run(run_of(), output=output, resume=True) as run,
+    ):
+        launch.train_validated(run, quiet=True)
+    assert read_result(place) == {"status": "failed", "error": "cannot write data.json: no space left"}
+    assert (place / "encoder.json").exists()
 
 
 @pytest.mark.parametrize(

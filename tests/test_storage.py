@@ -255,6 +255,12 @@ def test_a_run_that_starts_over_before_its_first_checkpoint_keeps_its_failures(t
     again.flush()
     assert read_metrics(output) == [failure]
     assert again.failed_at == {190}
+    # Its checkpoints were moved away: the failure of a later step stays, also when the run is resumed.
+    log.write({**failure, "step": 50, "failed_at": 200})
+    log.flush()
+    MetricsLog(output).flush()
+    MetricsLog(output, resume_step=10).flush()
+    assert read_metrics(output) == [failure, {**failure, "failed_at": 200}]
 
 
 def test_a_new_run_discards_old_metrics(tmp_path: Path) -> None:

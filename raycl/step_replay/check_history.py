@@ -8,6 +8,7 @@ from typing import Any, final
 
 from raycl.chain import CHAIN, CHECKPOINT, END, START, kept_links, log_heads, read_chain, sha256_of_files
 from raycl.errors import ConfigError, DataError
+from raycl.models.registry import SPEC
 from raycl.records import CHECKPOINTS, CONFIG, METRICS, RESULT, STATE, as_object, complete_checkpoints
 from raycl.step_replay.record import RecordedRun
 
@@ -96,14 +97,16 @@ class ChainedHistory:
         return f"{len(links)} links, starts of workers: {len(self.starts)}, {links[-1]['step']:,} steps"
 
     def _check_files(self) -> str:
-        bound = dict(self.starts[-1]["files"])
-        bound |= self.links[-1]["files"] if self.is_finished else {}
+        # A run that is started again deletes the encoder's spec, and the encoder is the one of the last checkpoint.
+        has_ended = self.links[-1]["kind"] == END and (self.is_finished or (self.run.output / SPEC).exists())
+        of_end = self.links[-1]["files"] if has_ended else {}
+        bound = {**self.starts[-1]["files"], **of_end}
         found = sha256_of_files(self.run.output, bound)
         self.files |= found
         for name, value in bound.items():
             if found.get(name) != value:
                 how = "was changed" if name in found else "is missing"
-                if not self.is_finished and name in found:
+                if not self.is_finished and name in found and name not in of_end:
                     raise DataError(
                         f"{name} was changed after the workers last started, by another program or by a --resume that ended "
                         "before they started again; in that case continue the run with --resume"
@@ -149,8 +152,13 @@ class ChainedHistory:
 
     def _check_checkpoints(self) -> str:
         bound = {link["name"]: link["state"] for link in self.links if link["kind"] == CHECKPOINT}
+        folder = self.run.output / CHECKPOINTS
+        there = {path for path, _ in folder.files()} if folder.exists() else set[str]()
+        # The list may lack them. The last one may be incomplete: its link is written first.
+        linked = (link["name"] for link in self.kept[:-1] if link["kind"] == CHECKPOINT)
+        names = sorted({*self._saved, *(name for name in linked if f"{name}/{STATE}" in there)})
         # Those that a run that still trains has not deleted since.
-        found = sha256_of_files(self.run.output, (f"{CHECKPOINTS}/{name}/{STATE}" for name in self._saved))
+        found = sha256_of_files(self.run.output, (f"{CHECKPOINTS}/{name}/{STATE}" for name in names))
         self.files |= found
         states = {path.split("/")[1]: value for path, value in found.items()}
         for name, value in states.items():

@@ -95,10 +95,13 @@ class RecomputedSteps:
             if (numbers := numbers_of(name))
         ]
         start = self._history.starts[-1]
-        now = start["settings"]
-        for link in self._history.kept:
+        now, kept = start["settings"], {link["hash"] for link in self._history.kept}
+        # A rollback may undo the start of the group that made the steps after it.
+        for link in self._history.links:
             if link["kind"] == START:
                 start = link
+            if link["hash"] not in kept:
+                continue
             losses = {int(step): loss for step, loss in link.get("losses", {}).items()}
             # With other settings, for example more epochs, the learning rate was another one.
             if not losses or start["settings"] != now:

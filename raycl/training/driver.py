@@ -27,6 +27,7 @@ from raycl.ray_runtime import check_resources, cpus_for_a_worker, crowding, find
 from raycl.records import (
     CHECKPOINTS,
     complete_checkpoints,
+    read_metrics,
     repair_manifest,
     reported_failures,
     wall_seconds,
@@ -125,6 +126,8 @@ def _failure(job: Job, text: str, *, started: float) -> Failure:
         last: dict[str, Any] = ray.get(job.coordinator.progress.remote(), timeout=_ANSWER_S)
     except RayError:
         last = {}
+    if "time" not in last:  # the coordinator died, too
+        last = _last_line(job.output, since=started)
     seen, earlier = last.get("time", started), job.failure
     if earlier is not None and seen <= earlier.time:
         if not _is_reported(earlier, job.output):
@@ -139,6 +142,14 @@ def _failure(job: Job, text: str, *, started: float) -> Failure:
         number=1 if earlier is None else earlier.number + 1,
         after_s=max(0.0, time.time() - started),
     )
+
+
+def _last_line(output: Place, *, since: float) -> dict[str, Any]:
+    """Return the last line of the log; nothing if it is older or cannot be read."""
+    with contextlib.suppress(DataError, StorageError):
+        for line in read_metrics(output)[-1:]:
+            return line if (line.get("time") or 0) >= since else {}
+    return {}
 
 
 def _is_reported(failure: Failure, output: Place) -> bool:

@@ -34,6 +34,7 @@ from raycl.training.preflight import (
     check_sizes,
     check_streamed,
     describe_data,
+    num_stages_so_far,
     save_run_files,
     validate_run,
 )
@@ -183,9 +184,9 @@ def train_validated(
         with open_bank(job, report) as bank, open_miner(replace(job, bank=bank), report) as job:
             # Only now: a refused run must not leave an output that would require --resume.
             run.lease.check()
-            save_run_files(output, config, described, vocabulary)
-            shutdown.begin()
             with _write_error(run, shutdown), unwrap_ray_errors():
+                save_run_files(output, config, described, vocabulary)
+                shutdown.begin()
                 final = train_in_groups(job, shutdown, report, quiet=quiet)
                 shutdown.end()
                 _warn_of_leakage(config, final, report)
@@ -273,13 +274,18 @@ def _read_data(
 
 
 def _check_length(config: RunConfig, output: Place, num_train: Sequence[int]) -> None:
-    """Refuse to resume with fewer steps than the run has made: its log would contradict its settings."""
+    """Refuse to resume with fewer steps than the run has made: its log would contradict its settings.
+
+    Stages that ``--resume`` appends do not count.
+    """
+    num_stages = num_stages_so_far(output) or len(config.stages)
+    where = f" before stages.{num_stages}" if num_stages < len(config.stages) else ""
     made = max(saved_steps(output), default=0)
-    planned = sum(plan.num_steps for plan in stage_plans(config, num_train=num_train))
+    planned = sum(plan.num_steps for plan in stage_plans(config, num_train=num_train)[:num_stages])
     if made > planned:
         raise ConfigError(
-            f"the run has made {made:,} steps, and --resume would train for {planned:,}; repeat its --epochs or --steps, "
-            "or give more"
+            f"the run has made {made:,} steps, and --resume would train for {planned:,}{where}; repeat its --epochs or "
+            "--steps, or give more"
         )
 
 

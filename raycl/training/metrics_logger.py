@@ -129,7 +129,10 @@ class MetricsLogger:
         self.notify(position, ROLLBACK, text)
 
     def goodput(self) -> float:
-        """Return the training time, without steps that a lost group made in vain, over all time since the run began."""
+        """Return the training time over all time since the run began.
+
+        Steps that a lost group made in vain do not count, those that a rollback undid do.
+        """
         return self.clock.seconds() / self._wall_seconds()
 
     def head(self) -> dict[str, Any]:

@@ -349,6 +349,12 @@ def check_output(config: RunConfig, output: Place, *, resume: bool) -> None:
     output.check_writable()
 
 
+def num_stages_so_far(output: Place) -> int:
+    """Return the number of stages of the run in the output, 0 without one."""
+    saved = output / CONFIG
+    return len(config_from_yaml(saved.read_text(), name=saved.uri).stages) if saved.exists() else 0
+
+
 def _check_unchanged(saved: RunConfig, config: RunConfig) -> None:
     """Refuse to resume with settings that would change the views or weights of the rest of the run."""
     last = len(saved.stages) - 1
@@ -483,12 +489,13 @@ def save_run_files(
     """Write the files that a resumed run reads, and delete the encoder's spec until the run ends."""
     # First: a finished run that is started again is no longer finished, whenever this process ends.
     write_result(output, {"status": "running"})
-    (output / SPEC).delete()  # until then, the encoder is the one of the last checkpoint
     (output / CONFIG).write_text(config_to_yaml(config))
     (output / DATA).write_text(json.dumps(described) + "\n")
     save_command_line(output)
     if vocabulary is not None:
         (output / TOKENIZER).write_text(vocabulary.tokenizer.to_json())
+    # Last: it stays if the disk is full. From now on, the encoder is the one of the last checkpoint.
+    (output / SPEC).delete()
 
 
 def _described(rows: Sequence[int] | None) -> str:

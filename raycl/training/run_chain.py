@@ -61,6 +61,8 @@ class RunChain:
         self._new = 0  # drawn by this worker since the sum over all workers
         self._losses: dict[str, float] = {}
         self._num_losses = _NUM_LOSSES
+        if rank() == 0:
+            job.check_lease()
         self._chain = Chain(job.output) if rank() == 0 else None
         if self._chain is not None and self._chain.is_damaged:
             job.coordinator.add_notice.remote(
