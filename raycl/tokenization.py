@@ -119,7 +119,8 @@ class Tokenizer:
 
     ``text`` is the content of a ``tokenizer.json``, made by :func:`train_tokenizer` or another tool. If
     its padding id (``padding``) is not 0, as in RoBERTa's, the two ids are swapped. Names of special tokens
-    in a text ("[SEP]") are read as plain text. Raises ``ConfigError`` if the file is damaged.
+    in a text ("[SEP]") are read as plain text, or as [UNK] if the file's model finds them whole, as XLM-R's does.
+    Raises ``ConfigError`` if the file is damaged.
     """
 
     def __init__(self, text: str) -> None:
@@ -164,6 +165,13 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         special = np.array([number for number, token in added.items() if token.special], np.int64)
         return tuple(sorted(self._swap_padding(special).tolist()))
+
+    @cached_property
+    def _ids_in_texts(self) -> NDArray[np.int32]:
+        """The id for each token that the library finds in a text, [num_tokens]: [UNK] for special tokens."""
+        ids = self._swap_padding(np.arange(self.num_tokens, dtype=np.int32))
+        ids[np.isin(ids, [PADDING, *self.special_tokens])] = ids[self._unknown]
+        return ids
 
     @cached_property
     def _marks(self) -> _WordMarks:
@@ -232,8 +240,9 @@ class Tokenizer:
             if all_cores
             else (self._tokenizer.encode(text, add_special_tokens=False) for text in read)
         )
-        rows = (self._before + (each.ids[:max_own] or [self._unknown]) + self._after for each in encoded)
-        return [self._swap_padding(np.array(row, np.int32)) for row in rows]
+        before, after = (self._swap_padding(np.array(each, np.int32)) for each in (self._before, self._after))
+        own = (self._ids_in_texts[each.ids[:max_own] or [self._unknown]] for each in encoded)
+        return [np.concatenate([before, ids, after]) for ids in own]
 
     def num_prompt_tokens(self, prompt: str) -> int:
         """Return the number of tokens before the text itself, special tokens among them; 0 without a prompt.

@@ -411,6 +411,20 @@ def test_spellings_have_no_marks_of_words() -> None:
     assert ours.spellings[2:] == ["a", "d", "b", "a", "d", "da"]
 
 
+def test_names_of_special_tokens_in_a_text_are_unknown_if_the_model_finds_them() -> None:
+    special = ["<s>", "<pad>", "</s>", "<unk>"]
+    theirs = TheirTokenizer(models.Unigram([(each, -2.0) for each in [*special, "▁", "▁x"]], unk_id=3))
+    theirs.pre_tokenizer = pre_tokenizers.Metaspace()
+    theirs.add_special_tokens(special)
+    theirs.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    ours = Tokenizer(theirs.to_str())
+    (row,) = ours.encode(["x <pad> x </s><s>"], 32)
+    assert row.tolist() == [1, 5, 4, 3, 5, 4, 3, 3, 2]  # 0 and 1 are swapped
+    assert row.dtype == np.int32
+
+
 def test_a_tokenizer_without_padding_is_refused() -> None:
     theirs = TheirTokenizer(models.WordPiece({"[UNK]": 0, "ba": 1}, unk_token="[UNK]"))
     with pytest.raises(ConfigError, match=r"no token \[PAD\] or <pad>"):
