@@ -1,5 +1,6 @@
 """Evaluation by sentence similarity (STS): the rank correlation of cosines and human scores."""
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -53,8 +54,7 @@ def evaluate_sts(
     left, right = pairs.left, pairs.right
     corpus = [*left, *right]
     if train is not None:
-        rows = read_values(train, UnlabeledColumnNames(image=None, text=text), quiet=quiet).by_role
-        corpus = [each for row in rows["text"] for each in (row if isinstance(row, list) else [row])]
+        corpus = _read_corpus(train, text, quiet=quiet)
     # Each text once: rounding would give a repeated one another embedding, and so break ties.
     number = {each: position for position, each in enumerate(dict.fromkeys([*left, *right]))}
     embedding = normalize(
@@ -124,6 +124,14 @@ def _read(uri: str, *, quiet: bool) -> _Pairs:
                 list(map(_name, table["dataset"].to_pylist())) if "dataset" in names else ["sts"] * len(table)
             )
     return _Pairs(left=left, right=right, score=_numbers(scores, places), dataset=dataset)
+
+
+def _read_corpus(uri: str, text: str, *, quiet: bool) -> list[str]:
+    try:
+        rows = read_values(uri, UnlabeledColumnNames(image=None, text=text), quiet=quiet).by_role["text"]
+    except DataError as error:  # this measure names its only column by text=NAME
+        raise DataError(re.sub(r"(--set '?)data\.columns(\.text)?", r"\1text", str(error))) from error
+    return [each for row in rows for each in (row if isinstance(row, list) else [row])]
 
 
 def _texts(table: pa.Table, name: str, where: str, first: int) -> list[str]:
