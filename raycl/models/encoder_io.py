@@ -164,23 +164,29 @@ class SavedEncoder:
         """Whether the encoder takes images; otherwise it takes texts."""
         return isinstance(self.spec, ImageEncoderSpec)
 
-    def build(
-        self, network: nn.Module | None = None, *, trusted: Collection[str] | None = None
-    ) -> ImageEncoder | TextEncoder:
-        """Build the encoder in evaluation mode; arguments and errors as in ``raycl.load_encoder``."""
+    def check(self, network: nn.Module | None = None, *, trusted: Collection[str] | None = None) -> None:
+        """Raise the errors of ``build`` that need no weights: a missing network, or one that may not be used."""
         spec = self.spec
         if network is None:
             if spec.name == OWN:
                 raise StorageError(
-                    f"the run at {self.uri} trained a network of your own; pass it as network="
+                    f"the run at {self.uri} trained a network of your own; pass it as network= in Python"
                 )
             check_trusted(spec.name, self.named_in, trusted, is_text=isinstance(spec, TextEncoderSpec))
-            network = spec.build()
-            _complete_lazy_layers(network, spec)
         elif isinstance(spec, ImageEncoderSpec) and spec.whitened:
             raise ConfigError(
                 f"the encoder at {self.uri} ends with a layer that whitens, which network= lacks; leave network out"
             )
+
+    def build(
+        self, network: nn.Module | None = None, *, trusted: Collection[str] | None = None
+    ) -> ImageEncoder | TextEncoder:
+        """Build the encoder in evaluation mode; arguments and errors as in ``raycl.load_encoder``."""
+        self.check(network, trusted=trusted)
+        spec = self.spec
+        if network is None:
+            network = spec.build()
+            _complete_lazy_layers(network, spec)
         else:
             _complete_lazy_layers(network, spec)
             network = copy.deepcopy(network)  # the weights of another run must not change it
