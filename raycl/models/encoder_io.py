@@ -197,12 +197,22 @@ class SavedEncoder:
             head = build_projection_head(spec.representation_dim, **spec.projection_head.model_dump())
             head = replace_batchnorm(head, spec.norm) if spec.norm != "batch" else head
             _load_weights(head, self.head_weights, self.uri)
-            network = nn.Sequential(network, head)
+            network = _Projected(network, head)
             spec = spec.model_copy(update={"representation_dim": spec.projection_head.dim})
         if isinstance(spec, TextEncoderSpec):
             assert self.tokenizer is not None, "an encoder of texts has a tokenizer"
             return TextEncoder(network, spec, self.tokenizer).eval()
         return ImageEncoder(network, spec).eval()
+
+
+@final
+class _Projected(nn.Sequential):
+    """An encoder and its projection head, in any precision: the mean over tokens is in float32 at least."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        network, head = self
+        representation = network(input)
+        return head(representation.to(next(head.parameters(), representation).dtype))
 
 
 def save_encoder(
