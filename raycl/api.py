@@ -171,9 +171,9 @@ def evaluate(
     - ``knn`` and ``linear``: ``columns``, ``network``, ``baseline``, ``max_invalid_fraction``; ``knn`` also ``k``
       and ``temperature``, ``linear`` also ``labels_per_class`` and ``seed``; see
       ``raycl.evaluation.classification.evaluate``.
-    - ``retrieval``: ``columns``, and of texts ``queries``, ``documents``, ``examples``, ``baseline``; see
+    - ``retrieval``: ``columns``, ``network``, and of texts ``queries``, ``documents``, ``examples``, ``baseline``; see
       ``raycl.evaluation.retrieval.evaluate_retrieval``.
-    - ``sts``: ``text``, ``baseline``; see ``raycl.evaluation.sts.evaluate_sts``.
+    - ``sts``: ``text``, ``network``, ``baseline``; see ``raycl.evaluation.sts.evaluate_sts``.
 
     Raises ``ConfigError`` for an unknown measure or option, ``DataError`` for invalid data and ``StorageError``
     for an unreadable address.

@@ -8,7 +8,7 @@ the end.
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -24,10 +24,6 @@ from raycl.errors import ConfigError, DataError, InvalidValueError, one_line
 PADDING = 0
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
 _BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())  # one printable character for each byte
-_WORD_MARKS = "Ġ▁"  # stand for the space before a word, in byte-level tokenizers and in the others
-# Stand for the first UTF-8 bytes of characters that are written without spaces.
-_CHINESE_OR_JAPANESE = tuple("ãäåæçèé")
-
 _MAX_TOKEN_CHARACTERS = 16  # in a trained tokenizer
 _SLACK = 64  # a word cut in half at the end lies beyond the last token that is kept
 _TRAINING_CHARACTERS = 100_000
@@ -79,12 +75,52 @@ def padded_rows(rows: Sequence[NDArray[np.integer]]) -> NDArray[np.int64]:
 
 
 @final
+@dataclass(frozen=True, kw_only=True)
+class _WordMarks:
+    """How the tokens of a file show where words begin; an empty mark is unused."""
+
+    beginning: str  # stands for the space before a word
+    continuation: str  # of tokens that continue a word, as BERT's ##
+    end: str  # of tokens that end a word, as CLIP's </w>
+    tokens_are_words: bool
+    unspaced: tuple[str, str]  # first and last of the characters that are written without spaces
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Read the marks from the content of a ``tokenizer.json``."""
+        content = json.loads(text)
+        model, parts = content["model"], ("normalizer", "pre_tokenizer", "decoder")
+        # Then each character of a token stands for a byte, and a space is written as Ġ.
+        is_byte_level = '"ByteLevel"' in json.dumps([content.get(part) for part in parts])
+        return cls(
+            beginning="Ġ" if is_byte_level else "▁",
+            continuation=model.get("continuing_subword_prefix") or "",
+            end=model.get("end_of_word_suffix") or "",
+            tokens_are_words=model.get("type") == "WordLevel",
+            # The first bytes of Chinese and Japanese characters, or the characters themselves.
+            unspaced=("ã", "é") if is_byte_level else ("\u3000", "\u9fff"),
+        )
+
+    def begins_word(self, token: str) -> bool:
+        """Whether a token begins a word, wherever it stands."""
+        if self.continuation:
+            return not token.startswith(self.continuation)
+        first, last = self.unspaced
+        return self.tokens_are_words or token.startswith(self.beginning) or first <= token[:1] <= last
+
+    def ends_word(self, token: str) -> bool:
+        """Whether the token after this one begins a word."""
+        return bool(self.end) and token.endswith(self.end)
+
+
+@final
 class Tokenizer:
     """Cut texts into token ids below ``num_tokens``; 0 is the padding.
 
     ``text`` is the content of a ``tokenizer.json``, made by :func:`train_tokenizer` or another tool. If
     its padding id (``padding``) is not 0, as in RoBERTa's, the two ids are swapped. Names of special tokens
-    in a text ("[SEP]") are read as plain text. Raises ``ConfigError`` if the file is damaged.
+    in a text ("[SEP]") are read as plain text, or as [UNK] if the file's model finds them whole, as XLM-R's does.
+    Raises ``ConfigError`` if the file is damaged.
     """
 
     def __init__(self, text: str) -> None:
@@ -130,26 +166,43 @@ class Tokenizer:
         special = np.array([number for number, token in added.items() if token.special], np.int64)
         return tuple(sorted(self._swap_padding(special).tolist()))
 
-    @property
-    def _continuation_mark(self) -> str:
-        """The mark of tokens that continue a word, as BERT's; empty if beginnings are marked instead."""
-        return json.loads(self._text)["model"].get("continuing_subword_prefix") or ""
+    @cached_property
+    def _ids_in_texts(self) -> NDArray[np.int32]:
+        """The id for each token that the library finds in a text, [num_tokens]: [UNK] for special tokens."""
+        ids = self._swap_padding(np.arange(self.num_tokens, dtype=np.int32))
+        ids[np.isin(ids, [PADDING, *self.special_tokens])] = ids[self._unknown]
+        return ids
+
+    @cached_property
+    def _marks(self) -> _WordMarks:
+        return _WordMarks.read(self._text)
+
+    @cached_property
+    def marks_words(self) -> bool:
+        """Whether the tokens show where words begin; if not, ``begins_word`` and ``ends_word`` are of no use."""
+        marks = self._marks
+        is_known = marks.tokens_are_words or bool(marks.continuation or marks.end)
+        return is_known or any(token.startswith(marks.beginning) for token in self._vocabulary)
 
     @cached_property
     def begins_word(self) -> NDArray[np.bool_]:
-        """Whether each token begins a word, [num_tokens]; the others continue one.
+        """Whether each token begins a word, [num_tokens]; the others continue one, but see ``ends_word``.
 
         A word is a run of letters and digits, or of other marks. In writing without spaces, such as
         Chinese, each token that does not start inside a character is a word.
         """
-        begins = np.zeros(self.num_tokens, np.bool_)
-        continuation = self._continuation_mark
+        return self._flags(self._marks.begins_word)
+
+    @cached_property
+    def ends_word(self) -> NDArray[np.bool_]:
+        """Whether the token after each token begins a word, [num_tokens], as in tokenizers with ``</w>``."""
+        return self._flags(self._marks.ends_word)
+
+    def _flags(self, is_true: Callable[[str], bool]) -> NDArray[np.bool_]:
+        flags = np.zeros(self.num_tokens, np.bool_)
         for token, number in self._vocabulary.items():
-            if continuation:
-                begins[number] = not token.startswith(continuation)
-            else:
-                begins[number] = token.startswith((*_WORD_MARKS, *_CHINESE_OR_JAPANESE))
-        return begins[self._swap_padding(np.arange(self.num_tokens))]
+            flags[number] = is_true(token)
+        return flags[self._swap_padding(np.arange(self.num_tokens))]
 
     @cached_property
     def spellings(self) -> list[str]:
@@ -158,12 +211,12 @@ class Tokenizer:
         Special tokens have none, nor have others in brackets, such as ``[unused1]`` and ``<0x41>``. A byte-level
         token has one character for each byte.
         """
-        special, continuation = set(self.special_tokens), self._continuation_mark
+        special, marks = set(self.special_tokens), self._marks
         spellings = [""] * self.num_tokens
         numbers = self._swap_padding(np.array(list(self._vocabulary.values()))).tolist()
         for token, number in zip(self._vocabulary, numbers, strict=True):
             if number not in special and not _IN_BRACKETS.fullmatch(token):
-                text = token.lstrip(_WORD_MARKS).removeprefix(continuation)
+                text = token.lstrip(marks.beginning).removeprefix(marks.continuation).removesuffix(marks.end)
                 spellings[number] = " " * bool(self.begins_word[number]) + text
         return spellings
 
@@ -187,8 +240,9 @@ class Tokenizer:
             if all_cores
             else (self._tokenizer.encode(text, add_special_tokens=False) for text in read)
         )
-        rows = (self._before + (each.ids[:max_own] or [self._unknown]) + self._after for each in encoded)
-        return [self._swap_padding(np.array(row, np.int32)) for row in rows]
+        before, after = (self._swap_padding(np.array(each, np.int32)) for each in (self._before, self._after))
+        own = (self._ids_in_texts[each.ids[:max_own] or [self._unknown]] for each in encoded)
+        return [np.concatenate([before, ids, after]) for ids in own]
 
     def num_prompt_tokens(self, prompt: str) -> int:
         """Return the number of tokens before the text itself, special tokens among them; 0 without a prompt.

@@ -128,6 +128,15 @@ def test_a_baseline_without_enough_labels_is_left_out(
     assert "no baseline of raw pixels: labels_per_class is 10, but class" in capsys.readouterr().err
 
 
+def test_a_class_with_too_few_labels_is_named(tmp_path: Path) -> None:
+    asked = small_run(tmp_path, (8, 8))
+    train = pq.read_table(asked["train"]).slice(0, 3).drop_columns(["label", "sample_id"])
+    pq.write_table(train.append_column("label", pa.array(["bee", "ant", "bee"])), tmp_path / "named.parquet")
+    sets = dict.fromkeys(("train", "test"), str(tmp_path / "named.parquet"))
+    with pytest.raises(DataError, match="labels_per_class is 2, but class ant has only 1 training rows"):
+        evaluate("linear", run=asked["run"], **sets, labels_per_class=2, quiet=True)
+
+
 def test_a_baseline_of_rows_without_labels_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

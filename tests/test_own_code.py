@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,7 +19,7 @@ from raycl.augment.images import center_view
 from raycl.batchnorm import replace_batchnorm
 from raycl.config import RunConfig
 from raycl.distributed.device_copy import use_channels_last
-from raycl.errors import ConfigError
+from raycl.errors import ConfigError, StorageError
 from raycl.losses import clip, dcl, nt_xent, poly_view, siglip, supcon
 from raycl.models.build import build_towers, save_towers
 from raycl.models.encoder_io import save_encoder
@@ -25,9 +27,10 @@ from raycl.negatives import KeyQueue, MemoryBank
 from raycl.optim import build_optimizer
 from raycl.storage import Place
 from tests.encoders import image_encoder
-from tests.pairs import small_config, small_network
+from tests.pairs import small_config, small_network, vocabulary
 from tests.test_saved_text import load_texts
-from tests.towers import save
+from tests.texts import invented_texts
+from tests.towers import save, trained
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 12, 12, 3), np.uint8)
 IDS = np.arange(6)
@@ -154,6 +157,27 @@ def test_two_runs_with_one_network_are_two_encoders(tmp_path: Path) -> None:
     images = list(PIXELS[:, :8, :8, :1])
     assert not torch.equal(a.encode(images), b.encode(images))
     assert all(torch.equal(network.state_dict()[name], value) for name, value in before.items())
+
+
+def test_measures_of_texts_take_a_network_of_the_users_own(tmp_path: Path) -> None:
+    config = small_config("two_tower")
+    towers, tokenizer = trained(config), vocabulary().tokenizer
+    named, own, other = (str(tmp_path / name) for name in ("named", "own", "other"))
+    save_towers(towers, config, tokenizer, Place(named))
+    save_towers(towers, config, tokenizer, Place(own), own=True)
+    texts = invented_texts(12)
+    pairs = {"query": texts[:6], "document": texts[6:]}
+    scored = {"sentence1": texts[:6], "sentence2": texts[6:], "score": range(6)}
+    pq.write_table(pa.table({"image": ["a"]}), other)
+    for measure, columns in (("retrieval", pairs), ("sts", scored)):
+        pq.write_table(pa.table(columns), tmp_path / measure)
+        test: dict[str, Any] = {"test": tmp_path / measure, "quiet": True}
+        found = raycl.evaluate(measure, run=own, network=towers.towers[0].encoder, **test)
+        assert found == raycl.evaluate(measure, run=named, **test)
+        with pytest.raises(StorageError, match="pass it as network= in Python"):
+            raycl.evaluate(measure, run=own, test=other)
+    with pytest.raises(StorageError, match="pass it as network= in Python"):
+        raycl.mine(own, other, tmp_path / "mined")
 
 
 # ---- autocast

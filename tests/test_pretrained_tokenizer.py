@@ -18,6 +18,7 @@ from raycl.storage import Place
 from raycl.tokenization import Tokenizer, Vocabulary, padded_rows, train_tokenizer
 from raycl.training.data_module import known_tokenizer
 from raycl.training.preflight import hash_of_settings, validate_run
+from raycl.training.transforms import build_transform
 from tests.texts import invented_texts
 
 
@@ -131,6 +132,17 @@ def test_a_run_saves_the_absolute_path_of_its_model(
         validate_run(another, output=str(output), resume=True),
     ):
         pass
+
+
+@pytest.mark.parametrize("change", ["deletion", "insertion"])
+def test_changes_of_words_need_a_tokenizer_that_shows_them(change: str) -> None:
+    theirs = tokenizers.Tokenizer(models.BPE({"<pad>": 0, "<unk>": 1, "b": 2, "a": 3, "ba": 4}, [("b", "a")]))
+    theirs.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = Tokenizer(theirs.to_str())
+    for name in ("simcse", "esimcse"):  # which repeats tokens
+        build_transform(recipe(name), tokenizer)
+    with pytest.raises(ConfigError, match="do not show where words begin"):
+        build_transform(override(recipe("simcse"), {f"text_augment.{change}": 0.1}), tokenizer)
 
 
 def test_a_model_in_the_working_folder_of_a_job_keeps_its_relative_path(

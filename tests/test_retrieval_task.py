@@ -143,6 +143,18 @@ def test_texts_with_an_id_in_common_are_one_query_or_document(write: Write) -> N
     assert task.labeled.tolist() == [[0, 0, 1], [1, 1, 1], [2, 2, 1], [2, 3, 0]]
 
 
+def test_columns_of_ids_that_are_not_named_may_hold_anything(write: Write) -> None:
+    pairs = {"query": ["q", "r"], "document": ["a", "b"], "negatives": [["c"], []]}
+    ids = {"query_id": [["x"], ["y"]], "document_id": [b"0", b"1"], "negative_ids": [1.5, None]}
+    expected = pair_task(write("without", **pairs), None, NAMES)
+    found = pair_task(write("with", **pairs, **ids), None, NAMES)
+    assert (found.queries, found.documents) == (expected.queries, expected.documents)
+    assert relevance_of(found) == relevance_of(expected)
+    for role in ("query_id", "document_id"):
+        with pytest.raises(DataError, match=f"ids must be numbers or text, column '{role}'"):
+            pair_task(write("with", **pairs, **ids), None, replace(NAMES, **{role: role}))
+
+
 def test_a_document_is_ranked_once_by_the_best_of_its_texts(write: Write) -> None:
     documents = ["red", "blue", "navy", "sky", "green"]
     columns = {"query": ["q"] * 5, "document": documents}

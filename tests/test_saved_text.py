@@ -184,6 +184,26 @@ def test_an_output_without_an_encoder_is_named(tmp_path: Path) -> None:
         load_encoder(str(tmp_path), side="key")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        BY_TRANSFORMER | HEAD,
+        BY_TRANSFORMER | {"projection_head.num_layers": 0, "projection_head.dim": 16},
+        HEAD | {"encoder.kwargs": {"dim": 16, "sublinear_tf": True}},
+    ],
+    ids=["transformer", "without a head", "bag"],
+)
+def test_a_loaded_encoder_works_in_other_precisions(
+    settings: dict[str, Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    save(small_config(settings=settings), tmp_path)
+    expected = load_texts(tmp_path).encode(TEXTS)
+    found = load_texts(tmp_path).to(dtype).encode(TEXTS)
+    assert found.dtype == torch.float32
+    assert F.cosine_similarity(found, expected).min() > 0.999
+
+
 @pytest.mark.parametrize("name", [WEIGHTS, HEAD_WEIGHTS])
 def test_weights_of_another_network_are_refused(name: str, tmp_path: Path) -> None:
     save(small_config(settings=HEAD), tmp_path / "one")

@@ -110,6 +110,28 @@ def test_invalid_sentences_and_scores_are_refused_before_embedding(
     assert ";" in str(caught.value)  # with the remedy
 
 
+@pytest.mark.parametrize(
+    ("columns", "remedy"),
+    [
+        ({"sentence": ["a"]}, "--set text=NAME"),
+        ({"Text": ["a"]}, "--set text=Text"),
+        ({" text": ["a"]}, "--set 'text=\" text\"'"),
+        ({"text": [1]}, "--set text=NAME"),
+        ({"text": [None]}, "--set text"),
+    ],
+)
+def test_a_corpus_without_texts_is_refused_with_the_setting_of_the_measure(
+    columns: dict[str, Any], remedy: str, tmp_path: Path
+) -> None:
+    save(small_config("simcse"), tmp_path / "run")
+    pairs = {"sentence1": ["a", "b"], "sentence2": ["c", "d"], "score": [1, 2]}
+    pq.write_table(pa.table(pairs), tmp_path / "test")
+    pq.write_table(pa.table(columns), tmp_path / "corpus")
+    with pytest.raises(DataError) as caught:
+        evaluate_sts(run=str(tmp_path / "run"), test=str(tmp_path / "test"), train=str(tmp_path / "corpus"))
+    assert str(caught.value).endswith(remedy)
+
+
 def arrow(values: list[Any]) -> pa.Array:
     """Return a column; bytes are stored as strings, which Arrow does not check."""
     if not any(isinstance(value, bytes) for value in values):

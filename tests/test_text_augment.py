@@ -120,6 +120,22 @@ def test_without_a_lookup_each_token_is_a_word() -> None:
         assert torch.equal(each, none)
 
 
+@pytest.mark.parametrize("settings", KINDS, ids=str)
+def test_words_that_end_with_a_mark_change_as_words_that_begin_with_one(settings: dict[str, float]) -> None:
+    firsts = 3 * np.random.default_rng(0).integers(2, 60, (100, 8)) + 1
+    tokens = pad([[CLS, *(first + n for first in row for n in range(3))] for row in firsts.tolist()])
+    numbers = np.arange(NUM_TOKENS)
+    by_beginning, by_end = (
+        augmentation(**settings, **lookups)(tokens, ids(100), **WHEN)
+        for lookups in (
+            {"begins_word": numbers % 3 == 1},
+            {"begins_word": np.zeros(NUM_TOKENS, np.bool_), "ends_word": numbers % 3 == 0},
+        )
+    )
+    assert torch.equal(by_beginning, by_end)
+    assert listed(by_end) != listed(tokens)
+
+
 # Dependencies of a view
 
 

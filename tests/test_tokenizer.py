@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import unicodedata
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -349,6 +350,79 @@ def test_the_token_with_id_0_is_exchanged_with_the_padding() -> None:
     assert ours.begins_word.tolist() == [False, False, False, True]
     assert ours.spellings == ["", "da", "", " ba"]
     assert ours.special_tokens == (0,)
+
+
+UNKNOWN = ["<pad>", "<unk>"]
+
+
+def with_metaspace() -> TheirTokenizer:
+    """Build a tokenizer like XLM-R's, of the pieces in the test below."""
+    pieces = ["▁", "▁caf", "é", "▁Stra", "ß", "e", "\u6211", "\u559c\u6b22", "▁\u732b"]
+    theirs = TheirTokenizer(models.Unigram([(each, -2.0) for each in [*UNKNOWN, *pieces]], unk_id=1))
+    theirs.pre_tokenizer = pre_tokenizers.Metaspace()
+    return theirs
+
+
+def with_suffix() -> TheirTokenizer:
+    """Build a tokenizer like GPT-1's and CLIP's, whose tokens show where words end."""
+    tokens = [*UNKNOWN, "a", "d", "b", "a</w>", "d</w>", "da</w>"]
+    theirs = TheirTokenizer(
+        models.BPE(
+            {name: number for number, name in enumerate(tokens)},
+            [("d", "a</w>")],
+            unk_token="<unk>",
+            end_of_word_suffix="</w>",
+        )
+    )
+    theirs.pre_tokenizer = pre_tokenizers.Whitespace()
+    return theirs
+
+
+def of_whole_words() -> TheirTokenizer:
+    vocabulary = {name: number for number, name in enumerate([*UNKNOWN, "ba", "da"])}
+    theirs = TheirTokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    theirs.pre_tokenizer = pre_tokenizers.Whitespace()
+    return theirs
+
+
+@pytest.mark.parametrize(
+    ("make", "text", "begins"),
+    [
+        (with_metaspace, "caf\u00e9 Stra\u00dfe", "10100"),
+        (with_metaspace, "\u6211\u559c\u6b22 \u732b", "1111"),
+        (with_suffix, "bada a bd", "100110"),
+        (of_whole_words, "ba da da ba", "1111"),
+    ],
+)
+def test_words_are_found_by_the_marks_of_each_kind_of_tokenizer(
+    make: Callable[[], TheirTokenizer], text: str, begins: str
+) -> None:
+    ours = Tokenizer(make().to_str())
+    (row,) = ours.encode([text], 32)
+    found = ours.begins_word[row]
+    found[1:] |= ours.ends_word[row][:-1]
+    found[0] = True
+    assert ours.marks_words
+    assert "".join(map(str, found.astype(int))) == begins
+
+
+def test_spellings_have_no_marks_of_words() -> None:
+    ours = Tokenizer(with_suffix().to_str())
+    assert ours.spellings[2:] == ["a", "d", "b", "a", "d", "da"]
+
+
+def test_names_of_special_tokens_in_a_text_are_unknown_if_the_model_finds_them() -> None:
+    special = ["<s>", "<pad>", "</s>", "<unk>"]
+    theirs = TheirTokenizer(models.Unigram([(each, -2.0) for each in [*special, "▁", "▁x"]], unk_id=3))
+    theirs.pre_tokenizer = pre_tokenizers.Metaspace()
+    theirs.add_special_tokens(special)
+    theirs.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    ours = Tokenizer(theirs.to_str())
+    (row,) = ours.encode(["x <pad> x </s><s>"], 32)
+    assert row.tolist() == [1, 5, 4, 3, 5, 4, 3, 3, 2]  # 0 and 1 are swapped
+    assert row.dtype == np.int32
 
 
 def test_a_tokenizer_without_padding_is_refused() -> None:

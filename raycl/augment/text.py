@@ -56,8 +56,8 @@ class TextAugmentation:
     text's n tokens are repeated, a number drawn uniformly; 0.32 in the paper.
 
     A word is a token that begins one and its continuation tokens: ``begins_word`` [num_tokens] comes
-    from the tokenizer, ``None`` makes each token a word. ``special_tokens`` at a text's beginning and
-    end stay there. A view is cut at ``max_length`` tokens.
+    from the tokenizer, ``None`` makes each token a word. The token after one of ``ends_word`` [num_tokens] begins a
+    word too. ``special_tokens`` at a text's beginning and end stay there. A view is cut at ``max_length`` tokens.
 
     Raises ``ConfigError`` for a setting out of its range.
     """
@@ -67,6 +67,7 @@ class TextAugmentation:
     insertion: float = 0.0
     repetition: float = 0.0
     begins_word: Tensor | np.ndarray | None = None
+    ends_word: Tensor | np.ndarray | None = None
     special_tokens: Sequence[int] = (0, 1, 2, 3, 4)
 
     def __post_init__(self) -> None:
@@ -119,8 +120,15 @@ class TextAugmentation:
         return self._cut(rows)
 
     def _words(self, rows: Tensor, *, each_token: bool = False) -> _Words:
-        begins_word = None if each_token else _lookup(self.begins_word, rows)
-        return _find_words(rows, begins_word=begins_word, is_special=self._are_special(rows))
+        begins = None if each_token else self._begin_words(rows)
+        return _find_words(rows, begins=begins, is_special=self._are_special(rows))
+
+    def _begin_words(self, rows: Tensor) -> Tensor | None:
+        begins = _lookup("begins_word", self.begins_word, rows)
+        ends = _lookup("ends_word", self.ends_word, rows)
+        if begins is not None and ends is not None:
+            begins[:, 1:] |= ends[:, :-1]
+        return begins
 
     def _are_special(self, rows: Tensor) -> Tensor:
         return torch.isin(rows, torch.tensor(self.special_tokens, dtype=torch.int64, device=rows.device))
@@ -174,31 +182,32 @@ def _add(rows: Tensor, words: _Words, added: Tensor, where: Tensor) -> Tensor:
     return _assemble(rows, words, index, length)
 
 
-def _lookup(begins_word: Tensor | np.ndarray | None, rows: Tensor) -> Tensor | None:
-    if begins_word is None:
+def _lookup(name: str, of_tokens: Tensor | np.ndarray | None, rows: Tensor) -> Tensor | None:
+    """Return the value of each token of rows [num_rows, length]."""
+    if of_tokens is None:
         return None
     # A copy: torch warns about read-only arrays from Arrow.
-    values = torch.tensor(begins_word) if isinstance(begins_word, np.ndarray) else begins_word
+    values = torch.tensor(of_tokens) if isinstance(of_tokens, np.ndarray) else of_tokens
     if int(rows.amax()) >= len(values):
         raise ConfigError(
-            f"begins_word does not fit the tokens, got {len(values)} entries for token {int(rows.amax())}; "
+            f"{name} does not fit the tokens, got {len(values)} entries for token {int(rows.amax())}; "
             "pass the one of the same tokenizer"
         )
-    return values.to(rows.device)
+    return values.to(rows.device)[rows]
 
 
-def _find_words(rows: Tensor, *, begins_word: Tensor | None, is_special: Tensor) -> _Words:
+def _find_words(rows: Tensor, *, begins: Tensor | None, is_special: Tensor) -> _Words:
     """Cut rows of tokens [num_rows, length], padded with 0 at the end, into words.
 
-    ``begins_word`` [num_tokens] is true for tokens that begin a word; ``None`` makes each token a word.
+    ``begins`` [num_rows, length] is true for tokens that begin a word; ``None`` makes each token a word.
     ``is_special`` is [num_rows, length].
     """
     real = rows != PADDING
-    begins = real.clone()
-    if begins_word is not None:
-        begins[:, 1:] &= begins_word[rows[:, 1:]] | is_special[:, 1:] | is_special[:, :-1]
-    row, column = begins.nonzero(as_tuple=True)
-    word_of_token = begins.flatten().cumsum(0)[real.flatten()] - 1
+    is_first = real.clone()
+    if begins is not None:
+        is_first[:, 1:] &= begins[:, 1:] | is_special[:, 1:] | is_special[:, :-1]
+    row, column = is_first.nonzero(as_tuple=True)
+    word_of_token = is_first.flatten().cumsum(0)[real.flatten()] - 1
     is_special = is_special[row, column]
     ordinary = (~is_special).long()
     counts = torch.zeros(len(rows), dtype=torch.int64, device=rows.device).index_add(0, row, ordinary)

@@ -110,7 +110,7 @@ def evaluate(
             return knn_accuracy(*sets[2:], *sets[:2], **chosen)
         from raycl.evaluation.linear import linear_accuracy  # scikit-learn takes a second to import
 
-        return linear_accuracy(*sets, **chosen)
+        return linear_accuracy(*sets, label_name=sources["train"].label_name, **chosen)
 
     kept = {name: list[pa.Table]() for name in sources}
 

@@ -8,7 +8,7 @@ from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from raycl.data.columns import ColumnNames, UnlabeledColumnNames
@@ -88,6 +88,7 @@ def evaluate_retrieval(
     columns: ColumnNames | None = None,
     queries: str | None = None,
     documents: str | None = None,
+    network: nn.Module | None = None,
     baseline: bool = True,
     examples: int = 0,
     gpu: bool = False,
@@ -110,13 +111,14 @@ def evaluate_retrieval(
     ``average_precision`` over the pairs of ``test`` if they have labels of both kinds; the numbers of rows
     ``num_train``, ``num_test`` and ``num_invalid``; and for texts the same metrics of TF-IDF and BM25 as
     ``baseline``, and of the encoder's ranking fused with BM25's as ``hybrid``, both skipped, with a line on stderr, if no
-    document has a word. ``examples`` adds that many
-    queries with their nearest documents. Raises ``DataError`` if a column is missing or nothing is relevant;
+    document has a word. ``examples`` adds that many queries with their nearest documents. A run that trained your own
+    module needs it as ``network``. Raises ``DataError`` if a column is missing or nothing is relevant;
     ``ConfigError`` if only one of ``queries`` and ``documents`` is given, or ``train`` beside them, or for
     images any set beside ``test`` or any ``examples``, or if the run has an encoder of images but none of captions.
     """
     names = columns or ColumnNames()
-    options: dict[str, Any] = {"gpu": gpu, "address": address, "quiet": quiet, "debug": debug}
+    options: dict[str, Any] = {"network": network, "gpu": gpu, "address": address}
+    options |= {"quiet": quiet, "debug": debug}
     if (queries is None) != (documents is None):
         missing = "queries" if queries is None else "documents"
         raise ConfigError(
@@ -124,7 +126,9 @@ def evaluate_retrieval(
         )
     if queries is not None and train is not None:
         raise ConfigError("judgments are about the sets of queries and documents alone; leave out --train")
-    encoders = read_encoders(run, ["query", "key"])
+    encoders = read_encoders(run, ["query", "key"], network=network)
+    for each in encoders:
+        each.check(network)  # before the sets are read
     if encoders[0].takes_images:
         if encoders[1].takes_images:
             raise ConfigError(

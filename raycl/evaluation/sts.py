@@ -1,5 +1,6 @@
 """Evaluation by sentence similarity (STS): the rank correlation of cosines and human scores."""
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,6 +9,7 @@ from typing import Any, ClassVar, final
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from torch import nn
 from torch.nn.functional import normalize
 
 from raycl.data.columns import ColumnNames, UnlabeledColumnNames
@@ -32,6 +34,7 @@ def evaluate_sts(
     test: str,
     train: str | None = None,
     text: str = "text",
+    network: nn.Module | None = None,
     baseline: bool = True,
     gpu: bool = False,
     address: str | None = None,
@@ -43,23 +46,22 @@ def evaluate_sts(
     ``test`` is of any format that a run reads, with the columns ``sentence1``, ``sentence2``, ``score`` and
     optionally ``dataset``. The ``baseline`` is the cosine of TF-IDF, with document frequencies from the column ``text``
     of ``train``, or without it from the sentences themselves; it is None for a data set in which no pair
-    shares a word, and skipped, with a line on stderr, if no sentence has one. Raises ``DataError`` for a missing
-    column, or an invalid sentence or score.
+    shares a word, and skipped, with a line on stderr, if no sentence has one. A run that trained your own module needs
+    it as ``network``. Raises ``DataError`` for a missing column, or an invalid sentence or score.
     """
-    (saved,) = read_encoders(run, ["query"])
+    (saved,) = read_encoders(run, ["query"], network=network)
+    saved.check(network)  # before the pairs are read
     if saved.takes_images:
         raise ConfigError(f"the run at {run} has an encoder of images; sts needs one of texts")
     pairs = _read(test, quiet=quiet)
     left, right = pairs.left, pairs.right
     corpus = [*left, *right]
     if train is not None:
-        rows = read_values(train, UnlabeledColumnNames(image=None, text=text), quiet=quiet).by_role
-        corpus = [each for row in rows["text"] for each in (row if isinstance(row, list) else [row])]
+        corpus = _read_corpus(train, text, quiet=quiet)
     # Each text once: rounding would give a repeated one another embedding, and so break ties.
     number = {each: position for position, each in enumerate(dict.fromkeys([*left, *right]))}
-    embedding = normalize(
-        embed_values(list(number), saved, gpu=gpu, address=address, quiet=quiet, debug=debug).double()
-    )
+    options: dict[str, Any] = {"gpu": gpu, "address": address, "quiet": quiet, "debug": debug}
+    embedding = normalize(embed_values(list(number), saved, network=network, **options).double())
     left_rows, right_rows = (embedding[[number[each] for each in texts]] for texts in (left, right))
     similarity = (left_rows * right_rows).sum(1).numpy().round(_DIGITS)
     result = EvaluationResult({"measure": "sts", **sts_scores(similarity, pairs.score, pairs.dataset)})
@@ -124,6 +126,14 @@ def _read(uri: str, *, quiet: bool) -> _Pairs:
                 list(map(_name, table["dataset"].to_pylist())) if "dataset" in names else ["sts"] * len(table)
             )
     return _Pairs(left=left, right=right, score=_numbers(scores, places), dataset=dataset)
+
+
+def _read_corpus(uri: str, text: str, *, quiet: bool) -> list[str]:
+    try:
+        rows = read_values(uri, UnlabeledColumnNames(image=None, text=text), quiet=quiet).by_role["text"]
+    except DataError as error:  # this measure names its only column by text=NAME
+        raise DataError(re.sub(r"(--set '?)data\.columns(\.text)?", r"\1text", str(error))) from error
+    return [each for row in rows for each in (row if isinstance(row, list) else [row])]
 
 
 def _texts(table: pa.Table, name: str, where: str, first: int) -> list[str]:

@@ -106,6 +106,7 @@ def embed_values(
     saved: SavedEncoder,
     *,
     title: str = "embedding",
+    network: nn.Module | None = None,
     gpu: bool = False,
     address: str | None = None,
     quiet: bool = False,
@@ -115,7 +116,8 @@ def embed_values(
 
     Raises ``DataError`` for an invalid value.
     """
-    options: dict[str, Any] = {"gpu": gpu, "address": address, "quiet": quiet, "debug": debug}
+    options: dict[str, Any] = {"network": network, "gpu": gpu, "address": address}
+    options |= {"quiet": quiet, "debug": debug}
     found, _ = embed_valid_values(values, saved, title=title, max_invalid_fraction=None, **options)
     return found
 
@@ -126,6 +128,7 @@ def embed_valid_values(
     *,
     title: str = "embedding",
     max_invalid_fraction: float | None = 1.0,
+    network: nn.Module | None = None,
     gpu: bool = False,
     address: str | None = None,
     quiet: bool = False,
@@ -135,7 +138,7 @@ def embed_valid_values(
 
     Also returns their positions [num_valid]. Raises ``DataError`` if too many values are invalid.
     """
-    encoder = saved.build()
+    encoder = saved.build(network)
     role, kind = role_of(encoder), pa.binary() if saved.takes_images else pa.string()
     connect_unless_small(len(values) * row_bytes(encoder), gpu=gpu, address=address, debug=debug)
     table = pa.table({role: pa.array(values, kind), "sample_id": np.arange(len(values))})
@@ -150,7 +153,7 @@ def embed_valid_values(
     ) as decoder:
         if ray.is_initialized():
             decoded = decode_dataset(ray.data.from_arrow(blocks), columns, decoder)
-            tables = fetch_tables(embed_dataset(decoded, saved, gpu=gpu))
+            tables = fetch_tables(embed_dataset(decoded, saved, gpu=gpu, network=network))
         else:
             tables = list(map(Embedder(encoder), decode_table(table, columns, decoder)))
     ids = np.concatenate([each["sample_id"].to_numpy() for each in tables])

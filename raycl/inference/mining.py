@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import ray
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from raycl.arguments import Address, as_address, check_type
@@ -61,6 +61,7 @@ def mine_negatives(
     num_negatives: int = 8,
     max_relative_score: float = 0.95,
     columns: ColumnNames | None = None,
+    network: nn.Module | None = None,
     gpu: bool = False,
     address: str | None = None,
     quiet: bool = False,
@@ -73,7 +74,8 @@ def mine_negatives(
     document nearer to the query than ``max_relative_score`` times its positive is skipped too, since it may well match
     (Moreira et al., 2024). ``data`` holds pairs with a label, with lists of negatives, or neither.
     ``output`` has ``query``, ``document``, ``negatives``, the ids of ``data`` as integers, and a ``weight`` if
-    ``columns`` names one. The distinct texts of ``data`` stay in this process, their embeddings in Ray's object store.
+    ``columns`` names one. A run that trained your own module needs it as ``network``. The distinct texts of ``data``
+    stay in this process, their embeddings in Ray's object store.
 
     Raises:
         ConfigError: ``num_negatives`` or ``max_relative_score`` is not positive, or the encoder takes images.
@@ -84,7 +86,9 @@ def mine_negatives(
     check_type("columns", columns, ColumnNames, optional=True)
     run, data, output = as_address("run", run), as_address("data", data), as_address("output", output)
     check_inputs(run, data=[data], output=output, gpu=gpu, address=address)
-    query_encoder, key_encoder = read_encoders(run, ["query", "key"])
+    query_encoder, key_encoder = encoders = read_encoders(run, ["query", "key"], network=network)
+    for each in encoders:
+        each.check(network)  # before the pairs are read
     if query_encoder.takes_images:
         raise ConfigError(f"the run at {run} has an encoder of images; mine needs one of texts")
     with writing_new(output, is_file=True) as place:
@@ -93,7 +97,8 @@ def mine_negatives(
         pairs = _Pairs(values)
         for line in [] if quiet else pairs.known.notices():
             print(line, file=sys.stderr)
-        options: dict[str, Any] = {"gpu": gpu, "address": address, "quiet": quiet, "debug": debug}
+        options: dict[str, Any] = {"network": network, "gpu": gpu, "address": address}
+        options |= {"quiet": quiet, "debug": debug}
         query, document = (
             normalize(embed_values(texts, encoder, title=f"embedding the {name}", **options))
             for name, texts, encoder in (

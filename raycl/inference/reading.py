@@ -126,6 +126,16 @@ def decoded_tables(source: Source, decoder: Decoder) -> list[pa.Table]:
 
 
 @final
+class _NamedIds(ColumnNames):
+    """The columns of pairs, without ids that are not named; a named ``document_id`` adds the usual ``negative_ids``."""
+
+    @property
+    def usual(self) -> tuple[str, ...]:
+        unread = {"query_id", "document_id", *(["negative_ids"] if self.document_id is None else [])}
+        return tuple(role for role in super().usual if role not in unread)
+
+
+@final
 @dataclass(frozen=True, kw_only=True)
 class Values:
     """The values of a set by role, the origin of each image, and labels [num_rows], -1 for a missing label.
@@ -194,15 +204,11 @@ def read_pairs(uri: str, names: ColumnNames, *, only_named_ids: bool = False, qu
     Raises ``DataError`` as ``read_values`` does.
     """
     asked = {"query": names.query or "query", "document": names.document or "document"}
-    values = read_values(uri, replace(names, image=None, text=None, caption=None, **asked), quiet=quiet)
+    columns = replace(names, image=None, text=None, caption=None, **asked)
+    values = read_values(uri, _NamedIds(**vars(columns)) if only_named_ids else columns, quiet=quiet)
     by_role = values.by_role
     if "negatives" not in by_role:
         by_role.pop("negative_ids", None)
-    if only_named_ids:
-        of_documents = names.document_id or names.negative_ids
-        named = {"query_id": names.query_id, "document_id": names.document_id, "negative_ids": of_documents}
-        for role in [each for each, name in named.items() if name is None]:
-            by_role.pop(role, None)
     for role in by_role.keys() & {"query_id", "document_id", "negative_ids"}:
         by_role[role] = IdFormat(in_lists=role == "negative_ids").decode_all(by_role[role])
     is_valid = [row_error(by_role, row) is None for row in range(len(values.label))]

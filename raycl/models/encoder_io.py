@@ -164,23 +164,29 @@ class SavedEncoder:
         """Whether the encoder takes images; otherwise it takes texts."""
         return isinstance(self.spec, ImageEncoderSpec)
 
-    def build(
-        self, network: nn.Module | None = None, *, trusted: Collection[str] | None = None
-    ) -> ImageEncoder | TextEncoder:
-        """Build the encoder in evaluation mode; arguments and errors as in ``raycl.load_encoder``."""
+    def check(self, network: nn.Module | None = None, *, trusted: Collection[str] | None = None) -> None:
+        """Raise the errors of ``build`` that need no weights: a missing network, or one that may not be used."""
         spec = self.spec
         if network is None:
             if spec.name == OWN:
                 raise StorageError(
-                    f"the run at {self.uri} trained a network of your own; pass it as network="
+                    f"the run at {self.uri} trained a network of your own; pass it as network= in Python"
                 )
             check_trusted(spec.name, self.named_in, trusted, is_text=isinstance(spec, TextEncoderSpec))
-            network = spec.build()
-            _complete_lazy_layers(network, spec)
         elif isinstance(spec, ImageEncoderSpec) and spec.whitened:
             raise ConfigError(
                 f"the encoder at {self.uri} ends with a layer that whitens, which network= lacks; leave network out"
             )
+
+    def build(
+        self, network: nn.Module | None = None, *, trusted: Collection[str] | None = None
+    ) -> ImageEncoder | TextEncoder:
+        """Build the encoder in evaluation mode; arguments and errors as in ``raycl.load_encoder``."""
+        self.check(network, trusted=trusted)
+        spec = self.spec
+        if network is None:
+            network = spec.build()
+            _complete_lazy_layers(network, spec)
         else:
             _complete_lazy_layers(network, spec)
             network = copy.deepcopy(network)  # the weights of another run must not change it
@@ -191,12 +197,22 @@ class SavedEncoder:
             head = build_projection_head(spec.representation_dim, **spec.projection_head.model_dump())
             head = replace_batchnorm(head, spec.norm) if spec.norm != "batch" else head
             _load_weights(head, self.head_weights, self.uri)
-            network = nn.Sequential(network, head)
+            network = _Projected(network, head)
             spec = spec.model_copy(update={"representation_dim": spec.projection_head.dim})
         if isinstance(spec, TextEncoderSpec):
             assert self.tokenizer is not None, "an encoder of texts has a tokenizer"
             return TextEncoder(network, spec, self.tokenizer).eval()
         return ImageEncoder(network, spec).eval()
+
+
+@final
+class _Projected(nn.Sequential):
+    """An encoder and its projection head, in any precision: the mean over tokens is in float32 at least."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        network, head = self
+        representation = network(input)
+        return head(representation.to(next(head.parameters(), representation).dtype))
 
 
 def save_encoder(

@@ -254,7 +254,7 @@ class BagOfSubwords(nn.Module):
             weights = self.log_weights.index_select(0, rows.tokens).exp()
         if self.sublinear_tf:
             count = rows.counts()
-            weights = weights * ((1 + count.log()) / count)
+            weights = weights * ((1 + count.log()) / count).to(weights.dtype)
         total = F.embedding_bag(
             rows.tokens, self.token_embedding.weight, starts, mode="sum", per_sample_weights=weights
         )

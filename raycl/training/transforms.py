@@ -25,6 +25,7 @@ from raycl.data.in_memory import Batch, InMemoryDataset, ids_of, pixels_of, text
 from raycl.data.texts import TextFormat, TextsFormat, Tokens
 from raycl.data.weights import WeightFormat
 from raycl.distributed.device_copy import upload
+from raycl.errors import ConfigError
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.guide import Guide
 from raycl.losses.logq import Frequencies
@@ -243,10 +244,16 @@ class TextTransform(Transform):
     ) -> None:
         self._role, self._seed, self._mined, self.guide = role, config.seed, mined, guide
         changes = config.text_augment.model_dump()
+        if (changes["deletion"] or changes["insertion"]) and not tokenizer.marks_words:
+            raise ConfigError(
+                "text_augment.deletion and insertion change words, and the tokens of text.tokenizer do not show where "
+                "words begin (by ##, Ġ, ▁ or </w>); set both to 0, or give another tokenizer"
+            )
         self._num_prompt_tokens = tokenizer.num_prompt_tokens(config.text.prompt_of(role))
         self._augmentation = TextAugmentation(
             max_length=max(1, config.text.max_length - self._num_prompt_tokens),
             begins_word=tokenizer.begins_word,
+            ends_word=tokenizer.ends_word,
             special_tokens=tokenizer.special_tokens,
             **changes,
         )

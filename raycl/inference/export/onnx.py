@@ -31,9 +31,10 @@ def onnx_files(encoder: ImageEncoder | TextEncoder) -> Files:
 
     The graph takes uint8 images [batch, image_size, image_size, channels], which it normalizes, or int64
     tokens [batch, length], the ids of ``tokenizer.json`` with its padding at the end. The batch has any
-    size. The output is ``encoder.encode``'s, float32 [batch, dim]. Two kinds of texts differ: a text
-    without tokens, which is [UNK] in raycl and only padding here, and a long text with long runs of spaces
-    (see ``Tokenizer.encode``). Raises ``ConfigError`` for a network that cannot be written as a graph.
+    size. The output is ``encoder.encode``'s, float32 [batch, dim]. Three kinds of texts differ: a text
+    without tokens, which is [UNK] in raycl and only padding here, a long text with long runs of spaces
+    (see ``Tokenizer.encode``), and one with the name of a special token that is [UNK] in raycl (see
+    ``Tokenizer``). Raises ``ConfigError`` for a network that cannot be written as a graph.
     """
     if isinstance(encoder, ImageEncoder):
         size, channels = encoder.spec.image_size, encoder.spec.channels

@@ -48,9 +48,10 @@ class _Module:
 def sentence_folder(encoder: TextEncoder) -> Files:
     """Return the files of a folder that ``SentenceTransformer(folder)`` loads.
 
-    Its vectors equal ``encoder.encode``, not normalized; the folder names cosine as the similarity. Two
-    kinds of texts differ: a text without tokens, which is [UNK] here, and a long text with long runs of
-    spaces (see ``Tokenizer.encode``). Raises ``ConfigError`` if no such module computes the encoder or
+    Its vectors equal ``encoder.encode``, not normalized; the folder names cosine as the similarity. Three
+    kinds of texts differ: a text without tokens, which is [UNK] here, a long text with long runs of
+    spaces (see ``Tokenizer.encode``), and one with the name of a special token that is [UNK] in raycl (see
+    ``Tokenizer``). Raises ``ConfigError`` if no such module computes the encoder or
     its head.
     """
     modules = _modules(encoder)
