@@ -12,7 +12,7 @@ from raycl.config import RunConfig
 from raycl.config.overrides import config_to_yaml
 from raycl.errors import ConfigError, DataError, RunError
 from raycl.storage import Place
-from raycl.training.preflight import check_output, check_same_data
+from raycl.training.preflight import check_output, check_same_data, validate_run
 from tests.images import write_digits
 from tests.test_cli import run_raycl
 
@@ -59,6 +59,25 @@ def test_a_bank_may_get_another_name(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(config_to_yaml(detached))
     with pytest.raises(ConfigError, match="leave the detached bank of the run behind; repeat the name"):
         check_output(raycl.override(detached, renamed), Place(str(tmp_path)), resume=True)
+
+
+def test_splits_are_refused_by_resume_unless_the_output_holds_a_run_that_trained_on_them(
+    tmp_path: Path,
+) -> None:
+    for split in ("train", "test"):
+        (tmp_path / "data" / split).mkdir(parents=True)
+        write_digits(tmp_path / "data" / split / "rows.parquet", 8)
+    config, output = raycl.override(raycl.recipe("simclr"), {"stages.0.batch_size": 8}), tmp_path / "run"
+    data = [str(tmp_path / "data")]
+    with (
+        pytest.raises(DataError, match="holds a data set in 2 splits"),
+        validate_run(config, output=str(output), resume=True, data=data),
+    ):
+        pass
+    output.mkdir()
+    (output / "config.yaml").write_text(config_to_yaml(config))
+    with validate_run(config, output=str(output), resume=True, data=data) as run:
+        assert run.resumed
 
 
 def test_settings_that_a_permitted_change_ends_or_starts_do_not_count(tmp_path: Path) -> None:
