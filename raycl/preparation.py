@@ -230,11 +230,13 @@ def make_tokenizer(
     """Train a tokenizer on at most ``num_texts`` texts at ``data`` and write it to ``output``.
 
     Reads all ``columns`` as texts. ``output`` ends in .json; a run takes it as ``text.tokenizer``. Returns the tokenizer
-    and the counts of the texts. Raises ``ConfigError`` for an invalid size, ``DataError`` without texts.
+    and the counts of the texts. Raises ``ConfigError`` for an invalid size, ``DataError`` without texts or for a folder of
+    splits.
     """
     asked = {"vocabulary_size": vocabulary_size, "lowercase": lowercase, "tokenizer_train_size": num_texts}
     settings = override(recipe("simcse"), {f"text.{name}": value for name, value in asked.items()}).text
     source = find_source(data, UnlabeledColumnNames(**vars(columns)))
+    check_no_splits(source)
     with writing_new(output, is_file=True) as place:
         connect_cluster(address, debug=debug)
         corpus = replace(source, columns=columns)  # not the columns of the usual names

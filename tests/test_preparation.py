@@ -312,6 +312,7 @@ def test_files_without_rows_are_refused_before_reading(pack: Any, tmp_path: Path
     "read",
     [
         lambda data, new: pack_rows(data, new, columns=ColumnNames(image=None, query="query")),
+        lambda data, new: make_tokenizer(data, f"{new}.json", columns=ColumnNames(image=None, query="query")),
         lambda data, new: gather_texts(data, new, group="label", text="query"),
         lambda data, new: group_pairs(data, new, columns=LOG),
         lambda data, _: read_pairs(data, LOG),
