@@ -215,6 +215,15 @@ def test_a_missing_column_is_refused_with_a_flag_that_the_command_has(
         prepare[command](str(tmp_path / "pairs.parquet"), str(tmp_path / "new.parquet"), **flags)
 
 
+@pytest.mark.parametrize("command", ["images", "rows", "tokenizer", "pairs", "groups"])
+def test_a_second_data_set_or_list_of_columns_is_refused(command: str) -> None:
+    said = refused(ConfigError, command, "--data", "a", "--data", "b")
+    assert said == f"--data is given 2 times, and {command} takes one data set; run it once for each"
+    if command in ("rows", "tokenizer"):
+        said = refused(ConfigError, command, "--columns", "query", "--columns", "document")
+        assert said == "--columns is given 2 times, and only one would count; separate the columns by commas"
+
+
 @pytest.mark.parametrize(
     "command",
     ["images", "rows", "pairs", "groups --group about"],
