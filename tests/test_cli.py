@@ -165,6 +165,35 @@ def test_the_last_of_two_equal_settings_is_applied_after_a_section_between_them(
     assert (config.stages[0].steps, config.stages[0].batch_size) == (3, 128)
 
 
+@pytest.mark.parametrize(
+    ("section", "paths"),
+    [
+        ({"data": {"image_size": 32}}, {"data.image_size": 32}),
+        (
+            {"data.image_size": 32, "optimizer": {"weight_decay": 0.1}},
+            {"data.image_size": 32, "optimizer.weight_decay": 0.1},
+        ),
+        (
+            {"data.image_size": 32, "encoder": {"whitening": 1.0}},
+            {"data.image_size": 32, "encoder.whitening": 1.0},
+        ),
+        (
+            {"data.image_size": 32, "encoder": {"name": "resnet18"}},
+            {"data.image_size": 32, "encoder.name": "resnet18"},
+        ),
+    ],
+)
+def test_a_section_is_planned_like_its_settings(section: dict[str, Any], paths: dict[str, Any]) -> None:
+    planned, expected = (plan_run("simclr", data=[], flags={}, settings=each) for each in (section, paths))
+    assert planned == expected
+
+
+def test_a_flag_and_a_section_without_its_setting_are_both_applied() -> None:
+    flags, settings = run_flags(batch_size=64), ["stages.0={chunk_size: 32}", "data.image_size=32"]
+    (stage,) = plan_run("simclr", data=[], flags=flags, settings=settings).config.stages
+    assert (stage.batch_size, stage.chunk_size) == (64, 32)
+
+
 def test_a_setting_may_repeat_the_value_of_a_flag_or_set_what_the_flag_leaves_open() -> None:
     flags = run_flags(gpu=True, workers=2, epochs=3)
     settings = ["gpu=true", "min_workers=1", "stages=[{epochs: 3, batch_size: 64}]"]

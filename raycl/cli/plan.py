@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from raycl.arguments import check_type
 from raycl.config import Columns, RunConfig, flat
-from raycl.config.overrides import config_from_yaml, override, pairs_of, unknown_setting
+from raycl.config.overrides import config_from_yaml, flat_pairs, override, pairs_of, unknown_setting
 from raycl.errors import ConfigError
 from raycl.gpus import cpu_has_bfloat16
 from raycl.recipes import recipe
@@ -60,9 +60,9 @@ def plan_run(
     may have another CPU.
     Raises ``ConfigError`` or ``DataError``.
     """
-    pairs = settings_of(settings)
+    named = settings_of(settings)
+    overrides, pairs = {**flags, **named}, dict(flat_pairs(named.items()))
     _check_conflicts(flags, pairs)
-    overrides = {**flags, **pairs}
     if isinstance(run, RunConfig):
         _check_flags(flags, run, "the configuration")
         return RunPlan(override(run, overrides))
@@ -125,7 +125,7 @@ def _is_papers_optimizer(pairs: Mapping[str, Any], config: RunConfig) -> bool:
     """Return whether settings name another optimizer, or a learning rate, which is meant for the paper's."""
     if "optimizer.name" in pairs:
         return pairs["optimizer.name"] != config.optimizer.name
-    return any(re.fullmatch(r"optimizer|stages(\.\d+(\.learning_rate)?)?", key) for key in pairs)
+    return any(re.fullmatch(r"stages(\.\d+\.learning_rate)?", key) for key in pairs)
 
 
 def _precision_on_cpu(resumed: str | None) -> str:
@@ -210,7 +210,7 @@ def _length(epochs: int | None, steps: int | None) -> dict[str, Any]:
 
 
 def _check_conflicts(flags: Mapping[str, Any], pairs: Mapping[str, Any]) -> None:
-    """Refuse a setting that would replace the value of a flag, itself or as the section that holds it."""
+    """Refuse a setting that would replace the value of a flag, itself or as the list that holds it."""
     given = [(key, value, path) for key, value in flags.items() if value is not None for path in pairs]
     for key, value, path in given:
         if f"{key}.".startswith(f"{path}.") and flat(pairs[path], path).get(key) != value:
