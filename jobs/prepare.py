@@ -125,7 +125,10 @@ def groups(
     with _naming(text="--text ", sample_id="--group "):
         found = gather_texts(data, output, group=group, text=text)
     print(f"{found.num_rows:,} rows of {found.num_texts:,} texts in {output}")
-    print(f"skipped: {found.num_alone:,} texts without a partner; invalid: {found.num_invalid:,}")
+    print(
+        f"skipped: {found.num_alone:,} texts without a partner, {found.num_without_group:,} without a group; "
+        f"invalid: {found.num_invalid:,}"
+    )
 
 
 @contextlib.contextmanager

@@ -59,6 +59,16 @@ def test_texts_without_a_group_form_no_row(groups: pa.Array, tmp_path: Path) -> 
     assert rows_gathered_from(tmp_path, groups, pa.array(["a", "b", "c", "d", "e"])) == ([["a", "d"]], 0)
 
 
+def test_texts_without_a_group_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, output = tmp_path / "texts.parquet", tmp_path / "groups.parquet"
+    pq.write_table(pa.table({"text": ["a", "b", "c"], "about": [1, 1, None]}), data)
+    runpy.run_path(str(ROOT / "jobs" / "prepare.py"))["groups"](str(data), str(output), group="about")
+    assert capsys.readouterr().out.splitlines() == [
+        f"1 rows of 2 texts in {output}",
+        "skipped: 0 texts without a partner, 1 without a group; invalid: 0",
+    ]
+
+
 def test_groups_that_may_have_lost_digits_as_floats_are_refused(tmp_path: Path) -> None:
     groups = pa.array([2.0**53, 2.0**53 + 1, None])  # as pandas writes integers beside a missing one
     with pytest.raises(DataError, match="has an id of 2\\^53 or more as float in 'about'; give groups as"):
