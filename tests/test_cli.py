@@ -486,6 +486,23 @@ def test_sentences_get_a_bag_of_subwords_without_a_gpu_unless_an_encoder_is_set(
         planned("stages.0.activation_checkpoint_every=1")
 
 
+@pytest.mark.parametrize("setting", ["text.corpus=more.parquet", "text.tokenizer_train_size=1000"])
+def test_settings_of_the_bag_of_subwords_are_judged_by_the_encoder_of_the_run(setting: str) -> None:
+    def planned(*settings: str, gpu: bool | None = None) -> RunPlan:
+        given = ["text.tokenizer=mine.json", setting, *settings]
+        return plan_run("simcse", data=[], flags=run_flags(gpu=gpu), settings=given)
+
+    plan = planned()
+    assert (plan.config.encoder.name, len(plan.notes)) == ("bag_of_subwords", 1)
+    path, _, value = setting.partition("=")
+    assert str(flat(plan.config.model_dump())[path]) == value
+    refusal = f"{path} acts only with a tokenizer that the run trains, or a text encoder that starts"
+    with pytest.raises(ConfigError, match=refusal):
+        planned(gpu=True)
+    with pytest.raises(ConfigError, match=refusal):
+        planned("encoder.name=transformer")
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [

@@ -78,7 +78,7 @@ def plan_run(
     requested = _requested(run, config, overrides)  # report typing errors before reading data
     if requested.data.kind == "text":
         words = override(recipe(run, on_cpu=not requested.gpu and not is_set), overrides)
-        return RunPlan(words, notes=_departures(words, requested, gray=False, is_set=is_set))
+        return RunPlan(words, notes=_departures(words, config, gray=False, is_set=is_set))
     if requested.data.kind == "pairs":
         is_other = own_encoder or requested.encoder.name != config.encoder.name
         if config.encoder.name != "bag_of_subwords" or not is_other:
@@ -109,13 +109,13 @@ def plan_run(
 
 
 def _requested(run: str, config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
-    """Override the settings of a recipe, whose images may be small."""
+    """Override the settings of a recipe, whose images may be small or whose sentences may train without a GPU."""
     try:
         return override(config, overrides)
     except ConfigError:
-        if config.data.kind not in ("image", "image_text"):
+        if config.data.kind == "pairs":
             raise
-        # Small images have other defaults, on which these settings may act.
+        # Small images, and sentences without a GPU, have other defaults, on which these settings may act.
         with contextlib.suppress(ConfigError):
             return override(recipe(run, image_size=SMALL, on_cpu=True), overrides)
         raise
