@@ -461,6 +461,24 @@ def test_pairs_have_the_learning_rate_of_sentences_unless_the_encoder_is_a_bag_o
     assert planned("encoder.name=bag_of_subwords", name="st:mnrl") == (peers, ())
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "encoder.name=resnet18",
+        "encoder={stem: small}",
+        "encoder.width=0.5",
+        "encoder.kwargs={dim: 8}",
+        "encoder.kwargs.dim=8",
+    ],
+)
+def test_settings_of_the_network_that_a_module_replaces_are_refused(setting: str) -> None:
+    for run in ("simclr", recipe("simclr")):
+        with pytest.raises(
+            ConfigError, match=r"^encoder\.\S+ acts only with .*, and encoder= is another; remove it$"
+        ):
+            plan_run(run, data=[], flags={}, settings=[setting], own_encoder=True)
+
+
 @pytest.mark.parametrize("name", ["simcse", "esimcse"])
 def test_sentences_get_a_bag_of_subwords_without_a_gpu_unless_an_encoder_is_set(name: str) -> None:
     def planned(*settings: str, gpu: bool | None = None, own: bool = False) -> RunPlan:

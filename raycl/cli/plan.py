@@ -63,6 +63,8 @@ def plan_run(
     named = settings_of(settings)
     overrides, pairs = {**flags, **named}, dict(flat_pairs(named.items()))
     _check_conflicts(flags, pairs)
+    if own_encoder:
+        _check_own_encoder(pairs)
     if isinstance(run, RunConfig):
         _check_flags(flags, run, "the configuration")
         return RunPlan(override(run, overrides))
@@ -217,6 +219,15 @@ def _check_conflicts(flags: Mapping[str, Any], pairs: Mapping[str, Any]) -> None
             flag = key.rpartition(".")[2].removeprefix("min_").replace("_", "-")
             raise ConfigError(
                 f"--{flag} sets {key} to {value}, and --set {path} replaces it; give one of them"
+            )
+
+
+def _check_own_encoder(pairs: Mapping[str, Any]) -> None:
+    """Refuse settings of the network that a module of the user's replaces."""
+    for path in pairs:
+        if re.fullmatch(r"encoder\.(name|stem|width|kwargs(\..*)?)", path):
+            raise ConfigError(
+                f"{path} acts only with a network that raycl builds by its name, and encoder= is another; remove it"
             )
 
 
