@@ -27,6 +27,7 @@ from raycl.errors import ConfigError
 from raycl.gpus import cpu_has_bfloat16
 from raycl.recipes import RECIPES, recipe
 from raycl.training.launch import RunResult
+from raycl.training.preflight import _check_encoder_names
 from tests.images import encode, photograph, write_digits
 
 
@@ -477,6 +478,15 @@ def test_settings_of_the_network_that_a_module_replaces_are_refused(setting: str
             ConfigError, match=r"^encoder\.\S+ acts only with .*, and encoder= is another; remove it$"
         ):
             plan_run(run, data=[], flags={}, settings=[setting], own_encoder=True)
+
+
+@pytest.mark.parametrize("size", [32, 224])
+def test_a_module_in_place_of_a_vit_has_images_of_any_size(size: int) -> None:
+    views = [{"count": 2}, {"count": 2, "size": size // 2}]
+    settings = {"data.image_size": size, "stages.0.image_size": size // 2, "augment.views": views}
+    planned = plan_run("moco_v3", data=[], flags={}, settings=settings, own_encoder=True).config
+    assert planned.stages[0].image_size == size // 2
+    _check_encoder_names(planned, own_encoder=True)
 
 
 @pytest.mark.parametrize("name", ["simcse", "esimcse"])
