@@ -90,6 +90,12 @@ def test_settings_that_a_permitted_change_ends_or_starts_do_not_count(tmp_path: 
         check_output(config, Place(str(tmp_path)), resume=True)
 
 
+def test_a_saved_setting_that_an_earlier_version_ignored_does_not_count(tmp_path: Path) -> None:
+    config = raycl.override(raycl.recipe("simclr"), {"stages.0.workers": 2})
+    (tmp_path / "config.yaml").write_text(f"workers: 4\n{config_to_yaml(config)}")
+    check_output(config, Place(str(tmp_path)), resume=True)
+
+
 def test_an_added_stage_cannot_begin_to_learn_the_temperature(tmp_path: Path) -> None:
     hinge = {"stages.0.loss": "hinge", "stages.1.loss": "hinge"}
     (tmp_path / "config.yaml").write_text(config_to_yaml(run_of(**hinge)))

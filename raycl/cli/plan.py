@@ -146,7 +146,7 @@ def _precision_on_cpu(resumed: str | None) -> str:
         from raycl.storage import Place
 
         if (saved := Place(resumed) / CONFIG).exists():
-            return config_from_yaml(saved.read_text(), name=saved.uri).precision
+            return config_from_yaml(saved.read_text(), name=saved.uri, trained=True).precision
     return "bfloat16" if cpu_has_bfloat16() else "auto"
 
 

@@ -346,7 +346,7 @@ def check_output(config: RunConfig, output: Place, *, resume: bool) -> None:
             raise ConfigError(
                 f"{output} holds an earlier run; give another --output, or --resume to continue it"
             )
-        _check_unchanged(config_from_yaml(saved.read_text(), name=saved.uri), config)
+        _check_unchanged(config_from_yaml(saved.read_text(), name=saved.uri, trained=True), config)
     output.check_writable()
 
 
