@@ -203,6 +203,15 @@ def test_a_setting_may_repeat_the_value_of_a_flag_or_set_what_the_flag_leaves_op
     assert (config.stages[0].epochs, config.stages[0].batch_size) == (3, 64)
 
 
+@pytest.mark.parametrize("flags", [{"steps": 100}, {"epochs": 7}, {"steps": 100, "batch_size": 64}])
+def test_flags_of_one_stage_are_refused_with_settings_that_work(flags: dict[str, Any]) -> None:
+    config = override(recipe("simclr", image_size=32), ["stages.0.epochs=3", "stages.1.batch_size=512"])
+    with pytest.raises(ConfigError, match="has 2 stages, but .*name the stage: --set stages.0.") as caught:
+        plan_run(config, data=[], flags=run_flags(**flags), settings=[])
+    stage = override(config, re.findall(r"--set (\S+)", str(caught.value))).stages[0]
+    assert {name: getattr(stage, name) for name in flags} == flags
+
+
 @pytest.mark.parametrize("flag", ["--steps", "--data", "--json"])
 def test_the_check_of_a_certificate_takes_no_flag_of_its_writing(raycl, flag: str) -> None:
     status, _, err = raycl("certify", "--check", "certificate.json", flag, 2)

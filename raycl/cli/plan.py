@@ -242,11 +242,13 @@ def _check_own_encoder(paths: Iterable[str]) -> None:
 
 def _check_flags(flags: Mapping[str, Any], config: RunConfig, name: str) -> None:
     """Refuse flags of a single stage if there are several."""
-    stage_flags = [key for key, value in flags.items() if key.startswith("stages.0.") and value is not None]
-    if stage_flags and len(config.stages) > 1:
+    stage_flags = {key: value for key, value in flags.items() if key.startswith("stages.0.")}
+    if len(config.stages) > 1 and any(value is not None for value in stage_flags.values()):
+        # A length replaces the other one, which is null.
+        settings = [f"--set {key}={'null' if each is None else each}" for key, each in stage_flags.items()]
         raise ConfigError(
             f"{name} has {len(config.stages)} stages, but --epochs, --steps and --batch-size set only one; "
-            f"name the stage: --set {stage_flags[0]}={flags[stage_flags[0]]}"
+            f"name the stage: {' '.join(settings)}"
         )
 
 
