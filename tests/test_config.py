@@ -487,6 +487,23 @@ def test_a_mapping_without_settings_is_refused(given: str, refusal: str) -> None
         override(recipe("simclr", image_size=32), [given])
 
 
+@pytest.mark.parametrize(
+    ("given", "refusal"),
+    [
+        ("data.image_size: 96", "data.image_size; in a file, write image_size as a key of data"),
+        (
+            "data: {columns.label: class}",
+            "data.columns.label; in a file, write label as a key of data.columns",
+        ),
+        ("stages.1.epochs: 3", "stages.1.epochs; in a file, write epochs as a key of stages.1"),
+        ("data.stored_size: 96", "data.stored_size; it is now data.decode_size"),
+    ],
+)
+def test_a_path_as_a_key_of_a_file_is_refused_with_its_section(given: str, refusal: str) -> None:
+    with pytest.raises(ConfigError, match=f"^unknown key {re.escape(refusal)}( \\(and|$)"):
+        config_from_yaml(f"recipe: mine\nstages: [{{epochs: 3}}]\n{given}\n")
+
+
 def test_views_survive_a_round_trip_through_yaml_and_are_counted_by_size() -> None:
     for name, queries in (("simclr", {32: 2, 16: 4}), ("moco_v2", {32: 1, 16: 4})):
         config = override(recipe(name, image_size=32), [CROPS])

@@ -375,6 +375,9 @@ def _one_line(error: ValidationError) -> str:
 def _describe(problem: ErrorDetails) -> str:
     path = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
+        if "." in str(problem["loc"][-1]) and re.sub(r"\.\d+\.", ".0.", path) in _setting_paths(RunConfig):
+            section, _, name = path.rpartition(".")
+            return f"unknown key {path}; in a file, write {name} as a key of {section}"
         return _unknown_in_run(path, _names_at(problem["loc"][:-1]))
     if problem["type"] == "missing":
         return f"{path} is missing; it has no default"
