@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from raycl.cli.main import run_job
-from raycl.cli.options import Address, Debug, Setting
+from raycl.cli.options import Address, Debug, OneDataSet, Setting
 from raycl.cli.plan import command_settings
 from raycl.data.columns import ColumnNames
 from raycl.data.read_stats import ReadStats
@@ -33,7 +33,7 @@ RowsPerFile = Annotated[int, typer.Option(help="Approximate rows per file.")]
 Output = Annotated[str, typer.Option(help="Output address; must not exist.")]
 
 
-@app.command()
+@app.command(cls=OneDataSet)
 def images(
     data: Data,
     output: Output,
@@ -46,7 +46,7 @@ def images(
     _report_packed(*packed, contents="images", output=output)
 
 
-@app.command()
+@app.command(cls=OneDataSet)
 def rows(
     data: Data,
     output: Output,
@@ -64,7 +64,7 @@ def rows(
     _report_packed(*packed, contents="rows", output=output)
 
 
-@app.command()
+@app.command(cls=OneDataSet)
 def tokenizer(
     data: Data,
     output: Output,
@@ -94,7 +94,7 @@ def tokenizer(
         print(f"{skipped}: {texts.describe_invalid()}", file=sys.stderr)
 
 
-@app.command()
+@app.command(cls=OneDataSet)
 def pairs(
     data: Data,
     output: Output,
@@ -113,7 +113,7 @@ def pairs(
         print(f"skipped: {count:,} {cause}")
 
 
-@app.command()
+@app.command(cls=OneDataSet)
 def groups(
     data: Data,
     output: Output,
@@ -125,7 +125,10 @@ def groups(
     with _naming(text="--text ", sample_id="--group "):
         found = gather_texts(data, output, group=group, text=text)
     print(f"{found.num_rows:,} rows of {found.num_texts:,} texts in {output}")
-    print(f"skipped: {found.num_alone:,} texts without a partner; invalid: {found.num_invalid:,}")
+    print(
+        f"skipped: {found.num_alone:,} texts without a partner, {found.num_without_group:,} without a group; "
+        f"invalid: {found.num_invalid:,}"
+    )
 
 
 @contextlib.contextmanager

@@ -230,11 +230,13 @@ def make_tokenizer(
     """Train a tokenizer on at most ``num_texts`` texts at ``data`` and write it to ``output``.
 
     Reads all ``columns`` as texts. ``output`` ends in .json; a run takes it as ``text.tokenizer``. Returns the tokenizer
-    and the counts of the texts. Raises ``ConfigError`` for an invalid size, ``DataError`` without texts.
+    and the counts of the texts. Raises ``ConfigError`` for an invalid size, ``DataError`` without texts or for a folder of
+    splits.
     """
     asked = {"vocabulary_size": vocabulary_size, "lowercase": lowercase, "tokenizer_train_size": num_texts}
     settings = override(recipe("simcse"), {f"text.{name}": value for name, value in asked.items()}).text
     source = find_source(data, UnlabeledColumnNames(**vars(columns)))
+    check_no_splits(source)
     with writing_new(output, is_file=True) as place:
         connect_cluster(address, debug=debug)
         corpus = replace(source, columns=columns)  # not the columns of the usual names
@@ -246,11 +248,12 @@ def make_tokenizer(
 @final
 @dataclass(frozen=True, kw_only=True)
 class GatheredTexts:
-    """Counts of rows and texts written, of texts alone in their group, and of invalid texts."""
+    """Counts of rows and texts written, of texts alone in their group or without one, and of invalid texts."""
 
     num_rows: int
     num_texts: int
     num_alone: int
+    num_without_group: int
     num_invalid: int
 
 
@@ -264,7 +267,7 @@ def gather_texts(data: str, output: str, *, group: str, text: str = "text") -> G
     check_output_is_outside(output, [data])
     with writing_new(output, is_file=True) as place:
         texts_by_group: dict[int, dict[str, None]] = {}
-        num_invalid = 0
+        num_invalid = num_without_group = 0
         source = find_source(data, UnlabeledColumnNames(image=None, text=text, sample_id=group))
         check_no_splits(source)
         for _, table in (
@@ -272,6 +275,7 @@ def gather_texts(data: str, output: str, *, group: str, text: str = "text") -> G
         ):
             for name, value in zip(plain_values(table[group]), plain_values(table[text]), strict=True):
                 if is_missing(name):
+                    num_without_group += 1
                     continue
                 if cause := why_invalid(name):  # which would merge different groups
                     raise DataError(f"{data} has an {cause} in {group!r}; give groups as integers or text")
@@ -292,5 +296,6 @@ def gather_texts(data: str, output: str, *, group: str, text: str = "text") -> G
             num_rows=len(rows),
             num_texts=sum(map(len, rows)),
             num_alone=len(texts_by_group) - len(rows),
+            num_without_group=num_without_group,
             num_invalid=num_invalid,
         )

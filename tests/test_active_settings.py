@@ -15,6 +15,7 @@ import yaml
 from torch import nn
 
 from raycl.augment.images import ImageAugmentation
+from raycl.cli.plan import run_flags
 from raycl.config import RunConfig, Stage, active_settings, flat, leaves
 from raycl.config.conditions import CONDITIONS, why_inactive
 from raycl.config.overrides import config_from_yaml, config_to_yaml, override
@@ -678,6 +679,12 @@ def test_a_rollback_can_learn_its_temperature() -> None:
     assert override(recipe("simclr"), {**hinge, "learn_temperature": True}).learn_temperature
 
 
-def test_min_workers_is_refused_if_every_stage_sets_its_workers() -> None:
-    with pytest.raises(ConfigError, match="min_workers acts only with a stage without workers of its own"):
-        override(recipe("simclr"), {"workers": 4, "min_workers": 1, "stages.0.workers": 2})
+@pytest.mark.parametrize("given", [{"workers": 4}, {"workers": 4, "min_workers": 1}, run_flags(workers=4)])
+def test_workers_are_refused_if_every_stage_sets_its_workers(given: dict[str, Any]) -> None:
+    config = override(recipe("simclr"), {"stages.0.workers": 2})
+    with pytest.raises(
+        ConfigError, match="^workers acts only with a stage without workers of its own; remove it"
+    ):
+        override(config, given)
+    one_of_two = {"stages.0.batch_size": 24, "stages.0.workers": 2, "stages.1.workers": None}
+    assert override(recipe("simclr"), {**one_of_two, **given}).workers == 4

@@ -27,6 +27,7 @@ from raycl.errors import ConfigError
 from raycl.gpus import cpu_has_bfloat16
 from raycl.recipes import RECIPES, recipe
 from raycl.training.launch import RunResult
+from raycl.training.preflight import _check_encoder_names
 from tests.images import encode, photograph, write_digits
 
 
@@ -165,12 +166,50 @@ def test_the_last_of_two_equal_settings_is_applied_after_a_section_between_them(
     assert (config.stages[0].steps, config.stages[0].batch_size) == (3, 128)
 
 
+@pytest.mark.parametrize(
+    ("section", "paths"),
+    [
+        ({"data": {"image_size": 32}}, {"data.image_size": 32}),
+        (
+            {"data.image_size": 32, "optimizer": {"weight_decay": 0.1}},
+            {"data.image_size": 32, "optimizer.weight_decay": 0.1},
+        ),
+        (
+            {"data.image_size": 32, "encoder": {"whitening": 1.0}},
+            {"data.image_size": 32, "encoder.whitening": 1.0},
+        ),
+        (
+            {"data.image_size": 32, "encoder": {"name": "resnet18"}},
+            {"data.image_size": 32, "encoder.name": "resnet18"},
+        ),
+    ],
+)
+def test_a_section_is_planned_like_its_settings(section: dict[str, Any], paths: dict[str, Any]) -> None:
+    planned, expected = (plan_run("simclr", data=[], flags={}, settings=each) for each in (section, paths))
+    assert planned == expected
+
+
+def test_a_flag_and_a_section_without_its_setting_are_both_applied() -> None:
+    flags, settings = run_flags(batch_size=64), ["stages.0={chunk_size: 32}", "data.image_size=32"]
+    (stage,) = plan_run("simclr", data=[], flags=flags, settings=settings).config.stages
+    assert (stage.batch_size, stage.chunk_size) == (64, 32)
+
+
 def test_a_setting_may_repeat_the_value_of_a_flag_or_set_what_the_flag_leaves_open() -> None:
     flags = run_flags(gpu=True, workers=2, epochs=3)
     settings = ["gpu=true", "min_workers=1", "stages=[{epochs: 3, batch_size: 64}]"]
     config = plan_run("simclr", data=[], flags=flags, settings=settings).config
     assert (config.gpu, config.workers, config.min_workers) == (True, 2, 1)
     assert (config.stages[0].epochs, config.stages[0].batch_size) == (3, 64)
+
+
+@pytest.mark.parametrize("flags", [{"steps": 100}, {"epochs": 7}, {"steps": 100, "batch_size": 64}])
+def test_flags_of_one_stage_are_refused_with_settings_that_work(flags: dict[str, Any]) -> None:
+    config = override(recipe("simclr", image_size=32), ["stages.0.epochs=3", "stages.1.batch_size=512"])
+    with pytest.raises(ConfigError, match="has 2 stages, but .*name the stage: --set stages.0.") as caught:
+        plan_run(config, data=[], flags=run_flags(**flags), settings=[])
+    stage = override(config, re.findall(r"--set (\S+)", str(caught.value))).stages[0]
+    assert {name: getattr(stage, name) for name in flags} == flags
 
 
 @pytest.mark.parametrize("flag", ["--steps", "--data", "--json"])
@@ -432,6 +471,33 @@ def test_pairs_have_the_learning_rate_of_sentences_unless_the_encoder_is_a_bag_o
     assert planned("encoder.name=bag_of_subwords", name="st:mnrl") == (peers, ())
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "encoder.name=resnet18",
+        "encoder={stem: small}",
+        "encoder.width=0.5",
+        "encoder.kwargs={dim: 8}",
+        "encoder.kwargs.dim=8",
+    ],
+)
+def test_settings_of_the_network_that_a_module_replaces_are_refused(setting: str) -> None:
+    for run in ("simclr", recipe("simclr")):
+        with pytest.raises(
+            ConfigError, match=r"^encoder\.\S+ acts only with .*, and encoder= is another; remove it$"
+        ):
+            plan_run(run, data=[], flags={}, settings=[setting], own_encoder=True)
+
+
+@pytest.mark.parametrize("size", [32, 224])
+def test_a_module_in_place_of_a_vit_has_images_of_any_size(size: int) -> None:
+    views = [{"count": 2}, {"count": 2, "size": size // 2}]
+    settings = {"data.image_size": size, "stages.0.image_size": size // 2, "augment.views": views}
+    planned = plan_run("moco_v3", data=[], flags={}, settings=settings, own_encoder=True).config
+    assert planned.stages[0].image_size == size // 2
+    _check_encoder_names(planned, own_encoder=True)
+
+
 @pytest.mark.parametrize("name", ["simcse", "esimcse"])
 def test_sentences_get_a_bag_of_subwords_without_a_gpu_unless_an_encoder_is_set(name: str) -> None:
     def planned(*settings: str, gpu: bool | None = None, own: bool = False) -> RunPlan:
@@ -455,6 +521,23 @@ def test_sentences_get_a_bag_of_subwords_without_a_gpu_unless_an_encoder_is_set(
     assert planned(gpu=True) == RunPlan(papers.model_copy(update={"gpu": True}))
     with pytest.raises(ConfigError, match="activation_checkpoint_every acts only"):
         planned("stages.0.activation_checkpoint_every=1")
+
+
+@pytest.mark.parametrize("setting", ["text.corpus=more.parquet", "text.tokenizer_train_size=1000"])
+def test_settings_of_the_bag_of_subwords_are_judged_by_the_encoder_of_the_run(setting: str) -> None:
+    def planned(*settings: str, gpu: bool | None = None) -> RunPlan:
+        given = ["text.tokenizer=mine.json", setting, *settings]
+        return plan_run("simcse", data=[], flags=run_flags(gpu=gpu), settings=given)
+
+    plan = planned()
+    assert (plan.config.encoder.name, len(plan.notes)) == ("bag_of_subwords", 1)
+    path, _, value = setting.partition("=")
+    assert str(flat(plan.config.model_dump())[path]) == value
+    refusal = f"{path} acts only with a tokenizer that the run trains, or a text encoder that starts"
+    with pytest.raises(ConfigError, match=refusal):
+        planned(gpu=True)
+    with pytest.raises(ConfigError, match=refusal):
+        planned("encoder.name=transformer")
 
 
 @pytest.mark.parametrize(

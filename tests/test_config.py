@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 from torch import nn
 
-from raycl.config import RunConfig, Stage
+from raycl.config import OptimizerConfig, RunConfig, Stage
 from raycl.config.conditions import leaves
 from raycl.config.overrides import config_from_dict, config_from_yaml, config_to_yaml, override, parse_setting
 from raycl.errors import ConfigError
@@ -440,12 +440,69 @@ def test_a_setting_may_follow_its_section_given_in_part(section: str, setting: s
     [
         ("encoder={name: resnet18}", "encoder.widht=2", "did you mean width?"),
         ("data={image_size: 32}", "data.cache.x=1", "cache is a single value"),
-        ("augment={flip: 0.0}", "augment.crop_scale.0=0.5", "give the whole list"),
+        ("augment.views=[{count: 2}]", "augment.views.0.crop_scale.0=0.5", "give the whole list"),
     ],
 )
 def test_no_other_name_may_follow_a_section_given_in_part(section: str, setting: str, refusal: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(refusal)):
         override(recipe("simclr", image_size=32), [section, setting])
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "paths"),
+    [
+        ("clip", {"data": {"image_size": 64}}, {"data.image_size": 64}),
+        ("simclr", {"data": {"columns": {"label": "class"}}}, {"data.columns.label": "class"}),
+        ("simclr", {"optimizer": {"weight_decay": 0.1}}, {"optimizer.weight_decay": 0.1}),
+        ("simclr", {"stages.0": {"batch_size": 32}}, {"stages.0.batch_size": 32}),
+        ("two_tower", {"encoder": {"name": "transformer"}}, {"encoder.name": "transformer"}),
+        ("two_tower", {"encoder": {"kwargs": {"dim": 64}}}, {"encoder.kwargs": {"dim": 64}}),
+    ],
+)
+def test_a_mapping_sets_the_settings_that_it_names(
+    name: str, section: dict[str, Any], paths: dict[str, Any]
+) -> None:
+    config = recipe(name, image_size=32)
+    assert override(config, section) == override(config, paths) != config
+
+
+def test_a_section_in_python_is_replaced_as_a_whole() -> None:
+    config = recipe("simclr", image_size=32)
+    assert override(config, {"optimizer": OptimizerConfig(name="sgd")}).optimizer == OptimizerConfig(
+        name="sgd"
+    )
+    with pytest.raises(ConfigError, match="optimizer.betas acts only with optimizer.name adamw or muon"):
+        override(config, {"optimizer": OptimizerConfig(name="sgd", betas=(0.5, 0.5))})
+
+
+@pytest.mark.parametrize(
+    ("given", "refusal"),
+    [
+        ("data={}", "data is an empty mapping, which sets nothing; remove it"),
+        ("nonsense={key: 1}", "unknown key nonsense.key"),
+        ("seed={key: 1}", "unknown key seed.key: seed is a single value, 0"),
+    ],
+)
+def test_a_mapping_without_settings_is_refused(given: str, refusal: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(refusal)}"):
+        override(recipe("simclr", image_size=32), [given])
+
+
+@pytest.mark.parametrize(
+    ("given", "refusal"),
+    [
+        ("data.image_size: 96", "data.image_size; in a file, write image_size as a key of data"),
+        (
+            "data: {columns.label: class}",
+            "data.columns.label; in a file, write label as a key of data.columns",
+        ),
+        ("stages.1.epochs: 3", "stages.1.epochs; in a file, write epochs as a key of stages.1"),
+        ("data.stored_size: 96", "data.stored_size; it is now data.decode_size"),
+    ],
+)
+def test_a_path_as_a_key_of_a_file_is_refused_with_its_section(given: str, refusal: str) -> None:
+    with pytest.raises(ConfigError, match=f"^unknown key {re.escape(refusal)}( \\(and|$)"):
+        config_from_yaml(f"recipe: mine\nstages: [{{epochs: 3}}]\n{given}\n")
 
 
 def test_views_survive_a_round_trip_through_yaml_and_are_counted_by_size() -> None:

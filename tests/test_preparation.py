@@ -59,6 +59,16 @@ def test_texts_without_a_group_form_no_row(groups: pa.Array, tmp_path: Path) -> 
     assert rows_gathered_from(tmp_path, groups, pa.array(["a", "b", "c", "d", "e"])) == ([["a", "d"]], 0)
 
 
+def test_texts_without_a_group_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, output = tmp_path / "texts.parquet", tmp_path / "groups.parquet"
+    pq.write_table(pa.table({"text": ["a", "b", "c"], "about": [1, 1, None]}), data)
+    runpy.run_path(str(ROOT / "jobs" / "prepare.py"))["groups"](str(data), str(output), group="about")
+    assert capsys.readouterr().out.splitlines() == [
+        f"1 rows of 2 texts in {output}",
+        "skipped: 0 texts without a partner, 1 without a group; invalid: 0",
+    ]
+
+
 def test_groups_that_may_have_lost_digits_as_floats_are_refused(tmp_path: Path) -> None:
     groups = pa.array([2.0**53, 2.0**53 + 1, None])  # as pandas writes integers beside a missing one
     with pytest.raises(DataError, match="has an id of 2\\^53 or more as float in 'about'; give groups as"):
@@ -215,6 +225,15 @@ def test_a_missing_column_is_refused_with_a_flag_that_the_command_has(
         prepare[command](str(tmp_path / "pairs.parquet"), str(tmp_path / "new.parquet"), **flags)
 
 
+@pytest.mark.parametrize("command", ["images", "rows", "tokenizer", "pairs", "groups"])
+def test_a_second_data_set_or_list_of_columns_is_refused(command: str) -> None:
+    said = refused(ConfigError, command, "--data", "a", "--data", "b")
+    assert said == f"--data is given 2 times, and {command} takes one data set; run it once for each"
+    if command in ("rows", "tokenizer"):
+        said = refused(ConfigError, command, "--columns", "query", "--columns", "document")
+        assert said == "--columns is given 2 times, and only one would count; separate the columns by commas"
+
+
 @pytest.mark.parametrize(
     "command",
     ["images", "rows", "pairs", "groups --group about"],
@@ -312,6 +331,7 @@ def test_files_without_rows_are_refused_before_reading(pack: Any, tmp_path: Path
     "read",
     [
         lambda data, new: pack_rows(data, new, columns=ColumnNames(image=None, query="query")),
+        lambda data, new: make_tokenizer(data, f"{new}.json", columns=ColumnNames(image=None, query="query")),
         lambda data, new: gather_texts(data, new, group="label", text="query"),
         lambda data, new: group_pairs(data, new, columns=LOG),
         lambda data, _: read_pairs(data, LOG),

@@ -66,6 +66,25 @@ def test_a_bank_may_get_another_name(tmp_path: Path) -> None:
         check_output(raycl.override(detached, renamed), Place(str(tmp_path)), resume=True)
 
 
+def test_splits_are_refused_by_resume_unless_the_output_holds_a_run_that_trained_on_them(
+    tmp_path: Path,
+) -> None:
+    for split in ("train", "test"):
+        (tmp_path / "data" / split).mkdir(parents=True)
+        write_digits(tmp_path / "data" / split / "rows.parquet", 8)
+    config, output = raycl.override(raycl.recipe("simclr"), {"stages.0.batch_size": 8}), tmp_path / "run"
+    data = [str(tmp_path / "data")]
+    with (
+        pytest.raises(DataError, match="holds a data set in 2 splits"),
+        validate_run(config, output=str(output), resume=True, data=data),
+    ):
+        pass
+    output.mkdir()
+    (output / "config.yaml").write_text(config_to_yaml(config))
+    with validate_run(config, output=str(output), resume=True, data=data) as run:
+        assert run.resumed
+
+
 def test_settings_that_a_permitted_change_ends_or_starts_do_not_count(tmp_path: Path) -> None:
     hinge = {"stages.0.loss": "hinge", "stages.1.loss": "hinge"}
     rollback = {"monitor.on_collapse": "rollback", "stages.0.temperature": 0.5}
@@ -74,6 +93,12 @@ def test_settings_that_a_permitted_change_ends_or_starts_do_not_count(tmp_path: 
     for saved, config in ((first, second), (second, first)):
         (tmp_path / "config.yaml").write_text(config_to_yaml(saved))
         check_output(config, Place(str(tmp_path)), resume=True)
+
+
+def test_a_saved_setting_that_an_earlier_version_ignored_does_not_count(tmp_path: Path) -> None:
+    config = raycl.override(raycl.recipe("simclr"), {"stages.0.workers": 2})
+    (tmp_path / "config.yaml").write_text(f"workers: 4\n{config_to_yaml(config)}")
+    check_output(config, Place(str(tmp_path)), resume=True)
 
 
 def test_an_added_stage_cannot_begin_to_learn_the_temperature(tmp_path: Path) -> None:

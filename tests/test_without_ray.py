@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from raycl import config_to_yaml, load_encoder, override
 from raycl.data.columns import ColumnNames
-from raycl.errors import DataError, RunError
+from raycl.errors import ConfigError, DataError, RunError
 from raycl.evaluation.classification import evaluate
 from raycl.inference import embed, reading
 from raycl.inference.embed import embed_dataset, embed_to_parquet, embed_values
@@ -89,6 +89,29 @@ def test_a_small_set_is_embedded_in_this_process(
     exact = encoder.encode(valid["image"].to_pylist())
     torch.testing.assert_close(torch.tensor(rows["representation"].to_pylist()), exact, rtol=0, atol=1e-5)
     assert connected == []
+
+
+def test_the_name_of_a_content_that_the_encoder_does_not_take_is_refused(
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write_digits(tmp_path / "digits.parquet", 8)
+    caption = ColumnNames(caption="body")
+    message = r"data\.columns\.caption has no effect, since the encoder takes images, from data\.columns\.image; remove"
+    with pytest.raises(ConfigError, match=message):
+        embed_to_parquet(run, data, tmp_path / "rows", columns=caption, quiet=True)
+    with pytest.raises(ConfigError, match=message):
+        evaluate("knn", run=run, train=str(data), test=str(data), columns=caption, quiet=True)
+    assert not (tmp_path / "rows").exists()
+    monkeypatch.setattr(embed, "role_of", lambda _: "text")
+    encoder: Any = None
+    with pytest.raises(
+        ConfigError, match=r"data\.columns\.image has no effect, since the encoder takes texts, from data"
+    ):
+        embed.columns_for(encoder, ColumnNames(image="photo"))
+    assert embed.columns_for(encoder, ColumnNames(document_id="id")).asked == {
+        "text": "text",
+        "document_id": "id",
+    }
 
 
 def test_too_many_broken_images_leave_nothing_behind(

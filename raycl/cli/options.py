@@ -41,17 +41,20 @@ RunningRay = Annotated[
 
 
 class OneDataSet(TyperCommand):
-    """A command that refuses a second data set: of an option that is given twice, only the last value would count."""
+    """A command that refuses a second data set or list of columns: of a repeated option only the last value would count."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Return the arguments that are left; raises ``ConfigError`` for a second data set."""
+        """Return the arguments that are left; raises ``ConfigError`` for a repeated option that has one value."""
+        remedies = dict.fromkeys(
+            ("data", "test", "train"), f"{ctx.info_name} takes one data set; run it once for each"
+        )
+        remedies["columns"] = "only one would count; separate the columns by commas"
         _, _, given = self.make_parser(ctx).parse_args(args=list(args))
         for option in given:
-            is_one = option.name in ("data", "test", "train") and not getattr(option, "multiple", False)
+            is_one = option.name in remedies and not getattr(option, "multiple", False)
             if is_one and given.count(option) > 1:
                 raise ConfigError(
-                    f"--{option.name} is given {given.count(option)} times, and {ctx.info_name} takes one data set; run it "
-                    "once for each"
+                    f"--{option.name} is given {given.count(option)} times, and {remedies[option.name]}"
                 )
         return super().parse_args(ctx, args)
 

@@ -3,15 +3,17 @@
 import contextlib
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from raycl.arguments import check_type
-from raycl.config import Columns, RunConfig, flat
-from raycl.config.overrides import config_from_yaml, override, pairs_of, unknown_setting
+from raycl.config import Columns, EncoderConfig, RunConfig, flat
+from raycl.config.overrides import config_from_yaml, flat_pairs, override, pairs_of, unknown_setting
 from raycl.errors import ConfigError
 from raycl.gpus import cpu_has_bfloat16
+from raycl.models.registry import VITS
 from raycl.recipes import recipe
 from raycl.recipes.images import SMALL
 from raycl.recipes.texts import of_other_encoder
@@ -60,9 +62,10 @@ def plan_run(
     may have another CPU.
     Raises ``ConfigError`` or ``DataError``.
     """
-    pairs = settings_of(settings)
+    named = settings_of(settings)
+    overrides, pairs = {**flags, **named}, dict(flat_pairs(named.items()))
     _check_conflicts(flags, pairs)
-    overrides = {**flags, **pairs}
+    _check_own_encoder(pairs if own_encoder else ())
     if isinstance(run, RunConfig):
         _check_flags(flags, run, "the configuration")
         return RunPlan(override(run, overrides))
@@ -73,12 +76,13 @@ def plan_run(
         config = config_from_yaml(Place(run).read_text(), name=run)
         _check_flags(flags, config, run)
         return RunPlan(override(config, overrides))
-    config = recipe(run, image_size=LARGEST)
+    build = partial(_recipe, run, own_encoder=own_encoder)
+    config = build(image_size=LARGEST)
     is_set = own_encoder or any(re.fullmatch(_ENCODERS, key) and key != _LAST_LAYER for key in pairs)
-    requested = _requested(run, config, overrides)  # report typing errors before reading data
+    requested = _requested(build, config, overrides)  # report typing errors before reading data
     if requested.data.kind == "text":
-        words = override(recipe(run, on_cpu=not requested.gpu and not is_set), overrides)
-        return RunPlan(words, notes=_departures(words, requested, gray=False, is_set=is_set))
+        words = override(build(on_cpu=not requested.gpu and not is_set), overrides)
+        return RunPlan(words, notes=_departures(words, config, gray=False, is_set=is_set))
     if requested.data.kind == "pairs":
         is_other = own_encoder or requested.encoder.name != config.encoder.name
         if config.encoder.name != "bag_of_subwords" or not is_other:
@@ -98,8 +102,8 @@ def plan_run(
         images = [image for each in given for image in _first_images(each, columns)]
         size = size or _median_side(images)
         gray = gray or (size <= SMALL and _are_gray(images))
-    papers = recipe(run, image_size=size)
-    config = recipe(run, image_size=size, gray=gray, on_cpu=not requested.gpu and not is_set)
+    papers = build(image_size=size)
+    config = build(image_size=size, gray=gray, on_cpu=not requested.gpu and not is_set)
     if config.encoder != papers.encoder:
         config = config.model_copy(update={"precision": _precision_on_cpu(resumed)})
     if _is_papers_optimizer(pairs, config):
@@ -108,16 +112,23 @@ def plan_run(
     return RunPlan(config, sources, _departures(config, papers, gray=gray, is_set=is_set))
 
 
-def _requested(run: str, config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
-    """Override the settings of a recipe, whose images may be small."""
+def _recipe(name: str, *, own_encoder: bool, **options: Any) -> RunConfig:
+    """Return a recipe; a module of the user's, which takes images of any size, replaces the recipe's ViT."""
+    config = recipe(name, **options)
+    is_replaced = own_encoder and config.encoder.name in VITS
+    return config.model_copy(update={"encoder": EncoderConfig()}) if is_replaced else config
+
+
+def _requested(build: Callable[..., RunConfig], config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
+    """Override the settings of a recipe, whose images may be small or whose sentences may train without a GPU."""
     try:
         return override(config, overrides)
     except ConfigError:
-        if config.data.kind not in ("image", "image_text"):
+        if config.data.kind == "pairs":
             raise
-        # Small images have other defaults, on which these settings may act.
+        # Small images, and sentences without a GPU, have other defaults, on which these settings may act.
         with contextlib.suppress(ConfigError):
-            return override(recipe(run, image_size=SMALL, on_cpu=True), overrides)
+            return override(build(image_size=SMALL, on_cpu=True), overrides)
         raise
 
 
@@ -125,7 +136,7 @@ def _is_papers_optimizer(pairs: Mapping[str, Any], config: RunConfig) -> bool:
     """Return whether settings name another optimizer, or a learning rate, which is meant for the paper's."""
     if "optimizer.name" in pairs:
         return pairs["optimizer.name"] != config.optimizer.name
-    return any(re.fullmatch(r"optimizer|stages(\.\d+(\.learning_rate)?)?", key) for key in pairs)
+    return any(re.fullmatch(r"stages(\.\d+\.learning_rate)?", key) for key in pairs)
 
 
 def _precision_on_cpu(resumed: str | None) -> str:
@@ -135,7 +146,7 @@ def _precision_on_cpu(resumed: str | None) -> str:
         from raycl.storage import Place
 
         if (saved := Place(resumed) / CONFIG).exists():
-            return config_from_yaml(saved.read_text(), name=saved.uri).precision
+            return config_from_yaml(saved.read_text(), name=saved.uri, trained=True).precision
     return "bfloat16" if cpu_has_bfloat16() else "auto"
 
 
@@ -210,7 +221,7 @@ def _length(epochs: int | None, steps: int | None) -> dict[str, Any]:
 
 
 def _check_conflicts(flags: Mapping[str, Any], pairs: Mapping[str, Any]) -> None:
-    """Refuse a setting that would replace the value of a flag, itself or as the section that holds it."""
+    """Refuse a setting that would replace the value of a flag, itself or as the list that holds it."""
     given = [(key, value, path) for key, value in flags.items() if value is not None for path in pairs]
     for key, value, path in given:
         if f"{key}.".startswith(f"{path}.") and flat(pairs[path], path).get(key) != value:
@@ -220,13 +231,24 @@ def _check_conflicts(flags: Mapping[str, Any], pairs: Mapping[str, Any]) -> None
             )
 
 
+def _check_own_encoder(paths: Iterable[str]) -> None:
+    """Refuse settings of the network that a module of the user's replaces."""
+    for path in paths:
+        if re.fullmatch(r"encoder\.(name|stem|width|kwargs(\..*)?)", path):
+            raise ConfigError(
+                f"{path} acts only with a network that raycl builds by its name, and encoder= is another; remove it"
+            )
+
+
 def _check_flags(flags: Mapping[str, Any], config: RunConfig, name: str) -> None:
     """Refuse flags of a single stage if there are several."""
-    stage_flags = [key for key, value in flags.items() if key.startswith("stages.0.") and value is not None]
-    if stage_flags and len(config.stages) > 1:
+    stage_flags = {key: value for key, value in flags.items() if key.startswith("stages.0.")}
+    if len(config.stages) > 1 and any(value is not None for value in stage_flags.values()):
+        # A length replaces the other one, which is null.
+        settings = [f"--set {key}={'null' if each is None else each}" for key, each in stage_flags.items()]
         raise ConfigError(
             f"{name} has {len(config.stages)} stages, but --epochs, --steps and --batch-size set only one; "
-            f"name the stage: --set {stage_flags[0]}={flags[stage_flags[0]]}"
+            f"name the stage: {' '.join(settings)}"
         )
 
 

@@ -136,15 +136,15 @@ _PREDICTED = Condition(
     f"loss {losses_that(lambda spec: spec.predicts)} in all stages",
     lambda run, _: all(LOSSES[stage.loss].predicts for stage in run.stages),
 )
+_SHARED_WORKERS = Condition(
+    "a stage without workers of its own", lambda run, _: any(not stage.workers for stage in run.stages)
+)
 _LEARNS_TEMPERATURE = losses_that(lambda spec: spec.learns)
 
 # By setting or section, a stage's as ``stages.N.NAME``; all conditions of a setting and its sections must hold.
 CONDITIONS: dict[str, tuple[Condition, ...]] = {
-    "min_workers": (
-        Condition(
-            "a stage without workers of its own", lambda run, _: any(not each.workers for each in run.stages)
-        ),
-    ),
+    "workers": (_SHARED_WORKERS,),
+    "min_workers": (_SHARED_WORKERS,),
     "accelerator": (when("gpu", True),),
     "data.columns.image": (_IMAGES,),
     "data.columns.text": (when("data.kind", "text"),),

@@ -245,7 +245,7 @@ def _comments(section: type[Section]) -> dict[str, str]:
 def override(config: RunConfig, settings: Sequence[str] | Mapping[str, Any]) -> RunConfig:
     """Return the run with ``key.path=value`` settings replaced; values are YAML.
 
-    Changing ``encoder.name`` clears ``encoder.kwargs``. Settings of ``config`` that no longer have an effect
+    A mapping replaces the settings that it names, while a list and ``kwargs`` are replaced as a whole. Changing ``encoder.name`` clears ``encoder.kwargs``. Settings of ``config`` that no longer have an effect
     return to their defaults. Raises ``ConfigError`` for an unknown key, a wrong type, an invalid value or a
     setting that would have no effect.
     """
@@ -256,9 +256,9 @@ def override(config: RunConfig, settings: Sequence[str] | Mapping[str, Any]) -> 
     values = config.model_dump(mode="json")
     for side in ("encoder", "text_encoder"):
         known = getattr(config, side).name
-        if dict(pairs).get(f"{side}.name", known) != known:
+        if dict(flat_pairs(pairs)).get(f"{side}.name", known) != known:
             values[side]["kwargs"] = {}  # arguments of the previous encoder
-    for path, value in pairs:
+    for path, value in flat_pairs(pairs):
         _set(values, path, copy.deepcopy(value))  # a later path may lie within it
     changed = config_from_dict(values, drops_inactive=True)
     _check_active(changed, pairs)
@@ -289,10 +289,24 @@ def pairs_of(settings: Sequence[str] | Mapping[str, Any]) -> list[tuple[str, Any
     if isinstance(settings, Mapping):
         for path in settings:
             check_type("a setting's path", path, str)
-        return list(settings.items())
+        return [
+            (path, value.model_dump(mode="json") if isinstance(value, Section) else value)
+            for path, value in settings.items()
+        ]
     if not isinstance(settings, Iterable):
         raise ConfigError(f"settings must be a dict or a list of key.path=value, came {settings!r:.60}")
     return list(map(parse_setting, [settings] if isinstance(settings, str) else settings))
+
+
+def flat_pairs(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield a pair for each setting of a mapping; a list and ``kwargs`` stay whole. Raises ``ConfigError``."""
+    for path, value in pairs:
+        if not isinstance(value, dict) or ".kwargs." in f".{path}.":
+            yield path, value
+        elif value:
+            yield from flat_pairs((f"{path}.{name}", inner) for name, inner in value.items())
+        else:
+            raise ConfigError(f"{path} is an empty mapping, which sets nothing; remove it")
 
 
 def parse_setting(setting: str) -> tuple[str, Any]:
@@ -317,9 +331,8 @@ def _set(values: Any, path: str, value: Any) -> None:
     names = path.split(".")
     for depth, name in enumerate(names[:-1], start=1):
         child = _child(values, names[:depth], path)
-        # Paths below free-form arguments, and of a section that was given in part, create missing keys.
-        is_section = ".kwargs." in f".{path}" or bool(_names_at(names[:depth]))
-        new = {} if is_section and not names[depth].isdecimal() else None
+        # Paths below free-form arguments create missing keys.
+        new = {} if ".kwargs." in f".{path}" and not names[depth].isdecimal() else None
         values = values.setdefault(child, new) if isinstance(values, dict) else values[child]
         if values is None and names[depth].isdecimal():
             owner = ".".join(names[:depth])
@@ -334,7 +347,7 @@ def _set(values: Any, path: str, value: Any) -> None:
 def _child(values: Any, names: Sequence[str], path: str) -> Any:
     """Return the key or index of the last name; it must exist, except within free-form arguments.
 
-    A setting exists also in a section that was given in part.
+    A setting exists also in an entry of a list that was given in part.
     """
     name = names[-1]
     if isinstance(values, list):
@@ -364,6 +377,9 @@ def _one_line(error: ValidationError) -> str:
 def _describe(problem: ErrorDetails) -> str:
     path = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
+        if "." in str(problem["loc"][-1]) and re.sub(r"\.\d+\.", ".0.", path) in _setting_paths(RunConfig):
+            section, _, name = path.rpartition(".")
+            return f"unknown key {path}; in a file, write {name} as a key of {section}"
         return _unknown_in_run(path, _names_at(problem["loc"][:-1]))
     if problem["type"] == "missing":
         return f"{path} is missing; it has no default"

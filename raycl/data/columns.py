@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from raycl.data.images import is_image_struct
 from raycl.data.labels import are_numbers
-from raycl.errors import DataError
+from raycl.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,21 @@ class ColumnNames:
         """The columns that are read if present, under the names of their roles."""
         of_pairs = self._usual_of_pairs if self.query is not None else ()
         return tuple(role for role in (*self._usual, *of_pairs) if getattr(self, role) is None)
+
+    def of_content(self, role: str, *ids: str) -> "ColumnNames":
+        """Return the columns without any content but one, under the name of its role if unnamed, and ids.
+
+        Raises:
+            ConfigError: Another content is named.
+        """
+        others = [each for each in self.contents if each not in (role, *ids)]
+        for each in others:
+            if getattr(self, each) != getattr(ColumnNames(), each):
+                raise ConfigError(
+                    f"data.columns.{each} has no effect, since the encoder takes {role}s, from data.columns.{role}; "
+                    "remove it"
+                )
+        return replace(self, **{role: getattr(self, role) or role}, **dict.fromkeys(others))
 
     def found_in(self, names: Sequence[str], *, where: str) -> "ColumnNames":
         """Return the columns to read from a dataset with columns ``names``.

@@ -1,6 +1,7 @@
 """Run the demo: pretrain, compare with raw pixels and an untrained encoder, draw neighbors."""
 
 import io
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -17,6 +18,7 @@ from raycl.data.images import ImageFormat
 from raycl.data.in_memory import InMemoryDataset, pixels_of
 from raycl.demo.digits import CANVAS, write_digits
 from raycl.demo.plan import RUN, DemoPlan
+from raycl.errors import StoppedError
 from raycl.evaluation.embed import embed
 from raycl.evaluation.knn import knn_accuracy, nearest
 from raycl.evaluation.linear import linear_accuracy
@@ -24,6 +26,7 @@ from raycl.evaluation.raw_pixels import raw_pixels
 from raycl.inference.encoder import load_encoder
 from raycl.inference.reading import read_images
 from raycl.models.encoder_io import ImageEncoder
+from raycl.records import CONFIG
 from raycl.report.writer import reported
 from raycl.training.launch import train
 
@@ -54,8 +57,14 @@ def run_demo(plan: DemoPlan, *, debug: bool = False) -> dict[str, dict[str, floa
     )
     console.print("kNN during training: held-out placements of training digits; at the end: unseen digits")
     run = (place / RUN).uri
-    with reported(run):
-        result = train(plan.config, data=[train_uri], output=run, debug=debug)
+    try:
+        with reported(run):
+            result = train(plan.config, data=[train_uri], output=run, debug=debug)
+    except StoppedError as error:
+        config = (place / RUN / CONFIG).uri
+        command = ["raycl", "train", config, "--data", train_uri, "--output", run, "--resume"]
+        stopped = str(error).partition(";")[0]
+        raise StoppedError(f"{stopped}; finish the run with `{shlex.join(command)}`", error.signum) from None
     console.print(
         f"trained {result.steps} steps in {result.seconds:.0f} s, {result.samples_per_second:,.0f} samples/s"
     )

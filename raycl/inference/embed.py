@@ -1,7 +1,6 @@
 """Embedding with Ray Data: tasks decode, a pool of actors runs the encoder. Small sets are embedded in this process."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Literal, final
 
 import numpy as np
@@ -285,10 +284,11 @@ def formats_of(encoder: ImageEncoder | TextEncoder) -> Formats:
 
 
 def columns_for(encoder: ImageEncoder | TextEncoder, columns: ColumnNames | None) -> ColumnNames:
-    """Return the columns without any content but the one that an encoder takes, and ids."""
-    named, role = columns or ColumnNames(), role_of(encoder)
-    others = {each: None for each in named.contents if each not in (role, *IDS)}
-    return replace(named, **{role: getattr(named, role) or role}, **others)
+    """Return the columns without any content but the one that an encoder takes, and ids.
+
+    Raises ``ConfigError`` for the name of another content, which would be ignored.
+    """
+    return (columns or ColumnNames()).of_content(role_of(encoder), *IDS)
 
 
 def encoder_input(encoder: ImageEncoder | TextEncoder, batch: Batch) -> Tensor:

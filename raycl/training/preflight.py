@@ -86,7 +86,8 @@ def validate_run(
     if config.data.cache == "stream":
         check_streamed(config)
     place = Place(absolute(output))
-    if not (place / CONFIG).exists():  # runs of older versions may lie in the data
+    is_new = not (place / CONFIG).exists()
+    if is_new:  # runs of older versions may lie in the data
         check_output_is_outside(output, data)
     with writing(place) as lease:
         check_output(config, place, resume=resume)
@@ -96,7 +97,7 @@ def validate_run(
             sources = sources or find_sources(config, data)
             for source in sources:
                 check_pairs(config, source.columns)
-                if not resume:  # older versions trained on them
+                if is_new:  # older versions trained on them
                     check_no_splits(source)
             check_has_labels(config, sources[0].has_labels, sources[0].ignored_label)
             check_sizes(config, {source.uri: source.num_rows for source in sources})
@@ -345,7 +346,7 @@ def check_output(config: RunConfig, output: Place, *, resume: bool) -> None:
             raise ConfigError(
                 f"{output} holds an earlier run; give another --output, or --resume to continue it"
             )
-        _check_unchanged(config_from_yaml(saved.read_text(), name=saved.uri), config)
+        _check_unchanged(config_from_yaml(saved.read_text(), name=saved.uri, trained=True), config)
     output.check_writable()
 
 
