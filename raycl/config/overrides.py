@@ -252,7 +252,9 @@ def override(config: RunConfig, settings: Sequence[str] | Mapping[str, Any]) -> 
     check_type("config", config, RunConfig)
     pairs = pairs_of(settings)
     if dict(pairs).get("recipe", config.recipe) != config.recipe:
-        raise ConfigError("recipe is the name of the run's recipe, no setting; start from the other one: raycl train NAME")
+        raise ConfigError(
+            "recipe is the name of the run's recipe, no setting; start from the other one: raycl train NAME"
+        )
     values = config.model_dump(mode="json")
     for side in ("encoder", "text_encoder"):
         known = getattr(config, side).name
