@@ -18,6 +18,7 @@ from raycl.batchnorm import replace_batchnorm
 from raycl.config import RunConfig
 from raycl.distributed.device_copy import use_channels_last
 from raycl.errors import ConfigError
+from raycl.evaluation.embed import embed
 from raycl.losses import clip, dcl, nt_xent, poly_view, siglip, supcon
 from raycl.models.build import build_towers, save_towers
 from raycl.models.encoder_io import save_encoder
@@ -123,6 +124,28 @@ def test_a_network_of_lazy_layers_and_3d_convolutions_is_loaded_as_it_was_traine
     encoder = raycl.load_encoder(str(tmp_path), network=OfDepth())
     images = PIXELS[:, :8, :8, :1]
     assert encoder.encode(images).equal(tower.encoder(encoder.prepare(images)))
+
+
+class WithTable(nn.Module):
+    """Positions from a table that grows with the longest text, like that of many encoders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.table = nn.Embedding(9, 4), torch.empty(0, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        if len(self.table) < length:
+            self.table = torch.arange(4.0 * length).view(length, 4).cos()
+        return (self.words(tokens) * self.table[:length]).mean(1)
+
+
+def test_a_network_that_keeps_a_table_trains_after_an_evaluation() -> None:
+    network, tokens = WithTable(), torch.tensor([[3, 4, 5]])
+    found = embed(network, [tokens])
+    output = network(tokens)
+    output.sum().backward()
+    assert found.equal(output) and not found.requires_grad
 
 
 def test_a_state_that_a_file_of_tensors_cannot_hold_is_refused_before_training() -> None:
