@@ -126,6 +126,24 @@ def test_a_network_of_lazy_layers_and_3d_convolutions_is_loaded_as_it_was_traine
     assert encoder.encode(images).equal(tower.encoder(encoder.prepare(images)))
 
 
+class OfViews(nn.Module):
+    """A convolution, and a view of its map as rows, which channels_last does not allow."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv, self.linear = nn.Conv2d(channels, 3, 3), nn.Linear(3 * 6 * 6, 8)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.linear(self.conv(images).view(len(images), -1))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_network_for_contiguous_images_alone_is_refused_before_training(channels: int) -> None:
+    config = gray(**{"data.channels": channels})
+    with pytest.raises(ConfigError, match=r"in channels_last: view size is not compatible .* Use \.reshape"):
+        build_towers(config, network=OfViews(channels))
+
+
 class WithTable(nn.Module):
     """Positions from a table that grows with the longest text, like that of many encoders."""
 
