@@ -568,6 +568,11 @@ def _batch_norm_stats(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return mean, (variance + eps).rsqrt()
 
 
+def _check_grid(x: Tensor) -> None:
+    if not x.numel():
+        raise DeviceError(f"invalid configuration argument: no blocks to launch at {_line()}")
+
+
 def _check_dtype(what: str, tensor: Tensor, dtype: torch.dtype) -> None:
     if tensor.dtype != dtype:
         raise DeviceError(f"{what} are {dtype}, came {tensor.dtype}, at {_line()}")
@@ -603,6 +608,7 @@ def _batch_norm_gather_stats(
 def _batch_norm_elemt(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor, eps: float
 ) -> Tensor:
+    _check_grid(x)
     out = (x.float() - _channels(mean, x)) * _channels(invstd, x)
     if weight is not None and bias is not None:
         out = out * _channels(weight, x) + _channels(bias, x)
@@ -627,6 +633,7 @@ def _batch_norm_backward_elemt(
     slope: Tensor,
     counts: Tensor,
 ) -> Tensor:
+    _check_grid(x)
     _check_dtype("batch_norm_backward_elemt: counts", counts, torch.int32)
     if weight is not None:
         _check_dtype("batch_norm_backward_elemt: weights", weight, mean.dtype)

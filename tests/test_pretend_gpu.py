@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from raycl.batchnorm import synchronize
+from raycl.batchnorm import synchronize, synchronized
+from raycl.batchnorm.synchronized import _device_moments
 from raycl.config.overrides import override
 from raycl.data.in_memory import Batch
 from raycl.distributed.device_copy import StateDownload
@@ -288,6 +289,23 @@ def test_a_synchronized_layer_takes_rows_in_bfloat16(dtype: torch.dtype, is_trac
     gradients = (whole.grad[:4], exact.weight.grad / 2)
     for found, true in zip(came, (expected[:4].detach(), *gradients, *exact.buffers()), strict=True):
         torch.testing.assert_close(found, true, rtol=0.02, atol=0.02, check_dtype=False)
+
+
+def test_a_worker_without_rows_takes_part_in_synchronized_batchnorm(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = torch.randn(6, 5)
+    exact = nn.BatchNorm1d(5)
+    exact(other)
+    with pretended(2):
+        moments = _device_moments(other.to(CUDA), exact.eps)
+        monkeypatch.setattr(synchronized, "gather_detached", lambda own: torch.cat([own, moments]))
+        layer, rows = synchronize(nn.BatchNorm1d(5)).to(CUDA), torch.empty(0, 5).to(CUDA).requires_grad_()
+        output = layer(rows)
+        output.backward(torch.empty(0, 5).to(CUDA))
+        came = [each.cpu() for each in layer.buffers()]
+        of_weight = layer.weight.grad.cpu()
+    assert output.shape == rows.grad.shape == rows.shape
+    torch.testing.assert_close(came, list(exact.buffers()))
+    assert not of_weight.any()
 
 
 @pytest.mark.parametrize("name", ["simclr", "moco_v2 in batch"])

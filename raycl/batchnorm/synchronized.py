@@ -148,7 +148,10 @@ class _NormalizeOnDevice(torch.autograd.Function):
             if updated is not buffer:
                 buffer.copy_(updated)
         ctx.save_for_backward(x, weight, mean, invstd, counts)
-        return torch.batch_norm_elemt(x, weight, bias, mean, invstd, eps)
+        # Without values the kernels cannot be launched.
+        return (
+            torch.batch_norm_elemt(x, weight, bias, mean, invstd, eps) if x.numel() else torch.empty_like(x)
+        )
 
     @staticmethod
     @once_differentiable
@@ -165,8 +168,11 @@ class _NormalizeOnDevice(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             level, slope = all_sum(torch.stack([level, slope]))
             weight = None if weight is None else weight.to(mean.dtype)
-            grad_x = torch.batch_norm_backward_elemt(
-                grad, x, mean, invstd, weight, level, slope, counts.to(torch.int32)
+            sums = (level, slope, counts.to(torch.int32))
+            grad_x = (
+                torch.batch_norm_backward_elemt(grad, x, mean, invstd, weight, *sums)
+                if x.numel()
+                else torch.empty_like(x)
             )
         of_parameters = (
             each if wanted else None
