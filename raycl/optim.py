@@ -33,7 +33,7 @@ def build_optimizer(
     """Build an optimizer for ``module``; the learning rate is set at every step.
 
     Biases and normalization weights (all parameters with fewer than two dimensions) have no weight
-    decay and no LARS scaling, as in SimCLR. ``muon`` treats them with AdamW, and embeddings too.
+    decay and no LARS scaling, as in SimCLR. ``muon`` treats them with AdamW, and the weights of ``nn.Embedding`` too.
     ``learning_rate_scales`` multiply the learning rate of a parameter, 1 if it is missing. Raises ``ConfigError``
     for an unknown name.
     """
@@ -161,7 +161,8 @@ class Muon(Optimizer):
     The momentum of a matrix, or of a filter as a matrix of its output channels, is replaced by the nearest
     orthogonal matrix, which five steps of Newton-Schulz approximate. The root mean square of its step is 0.2
     times the learning rate, about AdamW's, so that both use one learning rate (Liu et al., 2025). Weight
-    decay is decoupled. Biases, normalization weights, position embeddings and ``tables`` take AdamW's steps.
+    decay is decoupled. ``tables`` and parameters without two or four dimensions take AdamW's steps: biases, normalization
+    weights, and position embeddings [1, length, dim]. Those of two or four dimensions count as matrices or filters.
     """
 
     def __init__(

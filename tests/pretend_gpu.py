@@ -568,8 +568,18 @@ def _batch_norm_stats(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return mean, (variance + eps).rsqrt()
 
 
+def _check_grid(x: Tensor) -> None:
+    if not x.numel():
+        raise DeviceError(f"invalid configuration argument: no blocks to launch at {_line()}")
+
+
+def _check_dtype(what: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype != dtype:
+        raise DeviceError(f"{what} are {dtype}, came {tensor.dtype}, at {_line()}")
+
+
 def _batch_norm_gather_stats(
-    _: Tensor,
+    x: Tensor,
     means: Tensor,
     invstds: Tensor,
     running_mean: Tensor | None,
@@ -578,6 +588,8 @@ def _batch_norm_gather_stats(
     eps: float,
     counts: Tensor,
 ) -> tuple[Tensor, Tensor]:
+    dtype = x.dtype if running_mean is None else running_mean.dtype
+    _check_dtype("batch_norm_gather_stats_with_counts: counts", counts, dtype)
     # Workers one at a time, like the kernel, to get the same result for an empty one.
     total, mean, sum_squares = counts.new_zeros(()), torch.zeros_like(means[0]), torch.zeros_like(means[0])
     for count, its_mean, its_invstd in zip(counts, means, invstds, strict=True):
@@ -596,6 +608,7 @@ def _batch_norm_gather_stats(
 def _batch_norm_elemt(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor, eps: float
 ) -> Tensor:
+    _check_grid(x)
     out = (x.float() - _channels(mean, x)) * _channels(invstd, x)
     if weight is not None and bias is not None:
         out = out * _channels(weight, x) + _channels(bias, x)
@@ -620,8 +633,10 @@ def _batch_norm_backward_elemt(
     slope: Tensor,
     counts: Tensor,
 ) -> Tensor:
-    if counts.dtype != torch.int32:
-        raise DeviceError(f"batch_norm_backward_elemt: counts are int32, came {counts.dtype}")
+    _check_grid(x)
+    _check_dtype("batch_norm_backward_elemt: counts", counts, torch.int32)
+    if weight is not None:
+        _check_dtype("batch_norm_backward_elemt: weights", weight, mean.dtype)
     scale = invstd if weight is None else invstd * weight
     steep = invstd**2 * slope / counts.sum()
     centered = gradient.float() - _channels(level / counts.sum(), x)

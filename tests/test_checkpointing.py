@@ -3,6 +3,7 @@
 import copy
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -179,6 +180,26 @@ def test_a_copy_of_a_network_recomputes_with_its_own_weights() -> None:
         for each in encoder.parameters():
             each.zero_()
     assert copied(IMAGES).any() and not encoder(IMAGES).any()
+
+
+def gated(block: nn.Module, rows: Tensor) -> Tensor:
+    return type(block).forward(block, rows) * block.gate
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_forward_method_set_on_a_block_stays_and_is_recomputed(every: int) -> None:
+    encoder = build_image_encoder("resnet10", image_size=32, width=0.125)
+    blocks = residual_blocks(encoder)
+    for block in blocks:
+        block.gate = nn.Parameter(torch.tensor(0.5))
+        block.forward = MethodType(gated, block)
+    state = copy.deepcopy(encoder.state_dict())
+    expected = trained(encoder, IMAGES)
+    for chosen in (None, every, every, None):
+        encoder.load_state_dict(state)
+        checkpoint_activations(encoder, blocks, every=chosen)
+        assert all(a.equal(b) for a, b in zip(trained(encoder, IMAGES), expected, strict=True))
+    assert all(block.forward == MethodType(gated, block) for block in blocks)
 
 
 VIT = {"encoder.name": "vit_tiny", "encoder.width": 0.2, "projection_head.batchnorm": False}

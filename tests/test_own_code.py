@@ -20,6 +20,7 @@ from raycl.batchnorm import replace_batchnorm
 from raycl.config import RunConfig
 from raycl.distributed.device_copy import use_channels_last
 from raycl.errors import ConfigError, StorageError
+from raycl.evaluation.embed import embed
 from raycl.losses import clip, dcl, nt_xent, poly_view, siglip, supcon
 from raycl.models.build import build_towers, save_towers
 from raycl.models.encoder_io import save_encoder
@@ -126,6 +127,46 @@ def test_a_network_of_lazy_layers_and_3d_convolutions_is_loaded_as_it_was_traine
     encoder = raycl.load_encoder(str(tmp_path), network=OfDepth())
     images = PIXELS[:, :8, :8, :1]
     assert encoder.encode(images).equal(tower.encoder(encoder.prepare(images)))
+
+
+class OfViews(nn.Module):
+    """A convolution, and a view of its map as rows, which channels_last does not allow."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv, self.linear = nn.Conv2d(channels, 3, 3), nn.Linear(3 * 6 * 6, 8)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.linear(self.conv(images).view(len(images), -1))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_network_for_contiguous_images_alone_is_refused_before_training(channels: int) -> None:
+    config = gray(**{"data.channels": channels})
+    with pytest.raises(ConfigError, match=r"in channels_last: view size is not compatible .* Use \.reshape"):
+        build_towers(config, network=OfViews(channels))
+
+
+class WithTable(nn.Module):
+    """Positions from a table that grows with the longest text, like that of many encoders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.table = nn.Embedding(9, 4), torch.empty(0, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        if len(self.table) < length:
+            self.table = torch.arange(4.0 * length).view(length, 4).cos()
+        return (self.words(tokens) * self.table[:length]).mean(1)
+
+
+def test_a_network_that_keeps_a_table_trains_after_an_evaluation() -> None:
+    network, tokens = WithTable(), torch.tensor([[3, 4, 5]])
+    found = embed(network, [tokens])
+    output = network(tokens)
+    output.sum().backward()
+    assert found.equal(output) and not found.requires_grad
 
 
 def test_a_state_that_a_file_of_tensors_cannot_hold_is_refused_before_training() -> None:

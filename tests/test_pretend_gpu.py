@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+from raycl.batchnorm import synchronize, synchronized
+from raycl.batchnorm.synchronized import _device_moments
 from raycl.config.overrides import override
 from raycl.data.in_memory import Batch
 from raycl.distributed.device_copy import StateDownload
@@ -267,6 +270,42 @@ def test_the_leakage_probe_runs(workers: int) -> None:
         views = next(worker.maker.views(worker.batches(1)))
         found = worker.learner.leakage(views, seed=0)
     assert found.keys() == {"batchnorm_leakage"}
+
+
+@pytest.mark.parametrize("is_tracked", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_synchronized_layer_takes_rows_in_bfloat16(dtype: torch.dtype, is_tracked: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.BatchNorm2d(5, track_running_stats=is_tracked).to(dtype)
+    rows, gradient = torch.randn(2, 4, 5, 3, 3).bfloat16()
+    exact, whole = deepcopy(layer).float(), torch.cat([rows, rows]).float().requires_grad_()
+    expected = exact(whole)
+    expected.backward(torch.cat([gradient, gradient]).float())
+    with pretended(2):  # the other worker has the same rows
+        ours, own = synchronize(layer).to(CUDA), rows.to(CUDA).requires_grad_()
+        output = ours(own)
+        output.backward(gradient.to(CUDA))
+        came = [each.cpu() for each in (output.detach(), own.grad, ours.weight.grad, *ours.buffers())]
+    gradients = (whole.grad[:4], exact.weight.grad / 2)
+    for found, true in zip(came, (expected[:4].detach(), *gradients, *exact.buffers()), strict=True):
+        torch.testing.assert_close(found, true, rtol=0.02, atol=0.02, check_dtype=False)
+
+
+def test_a_worker_without_rows_takes_part_in_synchronized_batchnorm(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = torch.randn(6, 5)
+    exact = nn.BatchNorm1d(5)
+    exact(other)
+    with pretended(2):
+        moments = _device_moments(other.to(CUDA), exact.eps)
+        monkeypatch.setattr(synchronized, "gather_detached", lambda own: torch.cat([own, moments]))
+        layer, rows = synchronize(nn.BatchNorm1d(5)).to(CUDA), torch.empty(0, 5).to(CUDA).requires_grad_()
+        output = layer(rows)
+        output.backward(torch.empty(0, 5).to(CUDA))
+        came = [each.cpu() for each in layer.buffers()]
+        of_weight = layer.weight.grad.cpu()
+    assert output.shape == rows.grad.shape == rows.shape
+    torch.testing.assert_close(came, list(exact.buffers()))
+    assert not of_weight.any()
 
 
 @pytest.mark.parametrize("name", ["simclr", "moco_v2 in batch"])

@@ -136,11 +136,22 @@ class _NormalizeOnDevice(torch.autograd.Function):
         means, invstds, counts = gathered.split([channels, channels, 1], dim=1)
         counts = counts.flatten()
         check_count(x, counts)
+        # The kernel reads counts in the dtype of the running statistics, or of its first argument without them. A low
+        # precision would round them.
+        buffers = [each for each in (running_mean, running_variance) if each is not None]
+        running = [each.to(means.dtype) for each in buffers]
+        first, second = running or (None, None)
         mean, invstd = torch.batch_norm_gather_stats_with_counts(
-            x, means, invstds, running_mean, running_variance, rate, eps, counts
+            means, means, invstds, first, second, rate, eps, counts
         )
+        for buffer, updated in zip(buffers, running, strict=True):
+            if updated is not buffer:
+                buffer.copy_(updated)
         ctx.save_for_backward(x, weight, mean, invstd, counts)
-        return torch.batch_norm_elemt(x, weight, bias, mean, invstd, eps)
+        # Without values the kernels cannot be launched.
+        return (
+            torch.batch_norm_elemt(x, weight, bias, mean, invstd, eps) if x.numel() else torch.empty_like(x)
+        )
 
     @staticmethod
     @once_differentiable
@@ -156,8 +167,12 @@ class _NormalizeOnDevice(torch.autograd.Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             level, slope = all_sum(torch.stack([level, slope]))
-            grad_x = torch.batch_norm_backward_elemt(
-                grad, x, mean, invstd, weight, level, slope, counts.to(torch.int32)
+            weight = None if weight is None else weight.to(mean.dtype)
+            sums = (level, slope, counts.to(torch.int32))
+            grad_x = (
+                torch.batch_norm_backward_elemt(grad, x, mean, invstd, weight, *sums)
+                if x.numel()
+                else torch.empty_like(x)
             )
         of_parameters = (
             each if wanted else None

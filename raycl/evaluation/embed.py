@@ -8,7 +8,8 @@ from torch import Tensor, nn
 ROWS_AHEAD = 4_096  # kept on the accelerator between two copies to the host
 
 
-@torch.inference_mode()
+# Not inference_mode: a network may keep tensors of this pass, and autograd refuses them in the next training step.
+@torch.no_grad()
 def embed(encoder: nn.Module, inputs: Iterable[Tensor], *, precision: str = "float32") -> Tensor:
     """Encode batches in order, to float32 representations [num_rows, dim] on the CPU.
 

@@ -35,7 +35,11 @@ def checkpoint_activations(
         Whether the number has an effect: there are blocks, or chunks with BatchNorm over the whole batch.
     """
     for block in blocks:
-        vars(block).pop("forward", None)
+        own = vars(block).pop("forward", None)
+        if isinstance(own, _Deferred):
+            _, own = own.args
+        if own is not None:
+            block.forward = own
     if every is None:
         return False
     if chunk_size is not None and normalizes_over_batch(tower):
@@ -43,8 +47,12 @@ def checkpoint_activations(
     for start in range(0, len(blocks), every):
         segment = _Segment(blocks[start : start + every])
         for block in blocks[start : start + every]:
-            block.forward = partial(segment.call, block)
+            block.forward = _Deferred(segment.call, block, vars(block).get("forward"))
     return bool(blocks)
+
+
+class _Deferred(partial[Any]):
+    """The forward method of a block in a segment; ``args`` are the block and the method set on the block, or None."""
 
 
 @final
@@ -62,9 +70,11 @@ class _Segment:
         self._num_outputs: int | None = None  # of a block, 0 for a tensor; None before the first pass
         self._other_outputs: list[Any] = []  # of the first block in the first pass
 
-    def call(self, block: nn.Module, rows: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def call(
+        self, block: nn.Module, own: Callable[..., Any] | None, rows: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         def forward(rows: Tensor) -> Any:
-            return type(block).forward(block, rows, *args, **kwargs)
+            return (own or partial(type(block).forward, block))(rows, *args, **kwargs)
 
         if not torch.is_grad_enabled():
             return forward(rows)

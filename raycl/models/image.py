@@ -67,13 +67,15 @@ def representation_dim(
 
     An error names ``setting``, the origin of the size.
     """
-    inputs = f"images [batch, {channels}, {image_size}, {image_size}] (data.channels, {setting})"
+    shape = f"[batch, {channels}, {image_size}, {image_size}]"
+    inputs = f"images {shape} (data.channels, {setting}) in channels_last"
     return output_dim(encoder, image_example(image_size=image_size, channels=channels), inputs=inputs)
 
 
 def image_example(*, image_size: int, channels: int) -> Tensor:
-    """Return an image [1, channels, image_size, image_size] that shows the shape of an encoder's output."""
-    return torch.zeros(1, channels, image_size, image_size)
+    """Return an image [1, channels, image_size, image_size], channels_last as views are, to try an encoder."""
+    shape = (1, channels, image_size, image_size)
+    return torch.empty(shape, memory_format=torch.channels_last).zero_()
 
 
 @final
