@@ -195,7 +195,7 @@ def draw(soak: Soak, path: Path) -> None:
     for number, kind in enumerate((*KEPT, *PROCESSES)):
         lived = [seen for seen in soak.by_kind(kind) if seen[-1][0] - seen[0][0] > 10]
         for index, seen in enumerate(lived):
-            label = None if index else kind.removeprefix("ray::")
+            label = None if index else kind.removeprefix("ray::").lstrip("_")  # "_" would hide it
             above.plot([at / 60 for at, _ in seen], [mb for _, mb in seen], color=f"C{number}", label=label)
     for at, _ in soak.kills:
         above.axvline(at / 60, color=FAINT, lw=0.6, ls=":")
