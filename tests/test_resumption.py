@@ -99,6 +99,7 @@ def test_a_saved_setting_that_an_earlier_version_ignored_does_not_count(tmp_path
     config = raycl.override(raycl.recipe("simclr"), {"stages.0.workers": 2})
     (tmp_path / "config.yaml").write_text(f"workers: 4\n{config_to_yaml(config)}")
     check_output(config, Place(str(tmp_path)), resume=True)
+    launch._check_length(config, Place(str(tmp_path)), [1_000])
 
 
 def test_an_added_stage_cannot_begin_to_learn_the_temperature(tmp_path: Path) -> None:

@@ -340,20 +340,23 @@ def find_corpus(config: RunConfig) -> Source | None:
 
 def check_output(config: RunConfig, output: Place, *, resume: bool) -> None:
     """Check that the output is writable; an earlier run there requires ``resume`` and the same settings."""
-    saved = output / CONFIG
-    if saved.exists():
+    if (output / CONFIG).exists():
         if not resume:
             raise ConfigError(
                 f"{output} holds an earlier run; give another --output, or --resume to continue it"
             )
-        _check_unchanged(config_from_yaml(saved.read_text(), name=saved.uri, trained=True), config)
+        _check_unchanged(_saved_config(output), config)
     output.check_writable()
 
 
 def num_stages_so_far(output: Place) -> int:
     """Return the number of stages of the run in the output, 0 without one."""
+    return len(_saved_config(output).stages) if (output / CONFIG).exists() else 0
+
+
+def _saved_config(output: Place) -> RunConfig:
     saved = output / CONFIG
-    return len(config_from_yaml(saved.read_text(), name=saved.uri).stages) if saved.exists() else 0
+    return config_from_yaml(saved.read_text(), name=saved.uri, trained=True)
 
 
 def _check_unchanged(saved: RunConfig, config: RunConfig) -> None:
