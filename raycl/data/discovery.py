@@ -261,11 +261,16 @@ def _kind_to_read(root: Place, columns: ColumnNames, found: Mapping[str | None, 
     # Beside images, a table of lines often describes them.
     are_described = "folder" in found or not only_images
     kinds = (images, _LINES, shards) if are_described else (shards, _LINES)
-    if "parquet" in found:  # img2dataset writes some without images beside its tars
-        kinds = (("parquet", "tar", *images),)
-    kind, *others = next(filter(None, ([each for each in group if each in found] for group in kinds)), [None])
+    # img2dataset writes parquet files of the same names, without images, beside its tars.
+    names = [{posixpath.splitext(path)[0] for path in found.get(each, ())} for each in ("parquet", "tar")]
+    tables = ("parquet", "tar") if set.intersection(*names) else ("parquet",)
+    groups = ([each for each in group if each in found] for group in (tables, *kinds))
+    kind, *others = next(filter(None, groups), [None])
     if others:
-        raise _several_formats(root, {str(each): found[each] for each in (kind, *others)})
+        counts = ", ".join(f"{len(found[each])} {each}" for each in (kind, *others))
+        raise DataError(
+            f"{root} holds files of several formats ({counts}); give a folder of one format, or a pattern of files: {FORMS}"
+        )
     if kind is None and only_images and "folder" in found:
         role, name = next(iter(named.items()))
         raise ConfigError(
@@ -273,16 +278,6 @@ def _kind_to_read(root: Place, columns: ColumnNames, found: Mapping[str | None, 
             "or add a table of the paths of the images with this column"
         )
     return kind
-
-
-def _several_formats(root: Place, found: Mapping[str, Sequence[str]]) -> DataError:
-    """Return the error of a folder with files of these kinds."""
-    counts = [f"{len(paths)} {'images' if kind == 'folder' else kind}" for kind, paths in found.items()]
-    tables = [paths for kind, paths in found.items() if kind != "folder"]
-    of_one_folder = [paths for paths in tables if len({posixpath.dirname(path) for path in paths}) == 1]
-    given = [f"--data {shlex.quote((root / _of_all(paths)).uri)}" for paths in of_one_folder]
-    remedy = " or ".join(["give a folder of one format", *given])
-    return DataError(f"{root} holds files of several formats ({', '.join(counts)}); {remedy}")
 
 
 def _image_source(uri: str, paths: list[str]) -> Source:
