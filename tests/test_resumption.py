@@ -250,6 +250,14 @@ def test_rows_in_another_order_are_refused(tmp_path: Path, changes: dict[str, An
         check_same_data(Place(str(tmp_path)), described(**changes))
 
 
+def test_names_of_classes_that_are_integers_now_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "data.json").write_text(json.dumps(described(classes=["1.0", "2.0"])))
+    with pytest.raises(ConfigError, match="began with names of classes, and images has none now"):
+        check_same_data(Place(str(tmp_path)), described(classes=None))
+    for named in (["1.0", "2.0"], ["1.0", "2.0", "3.0"]):
+        check_same_data(Place(str(tmp_path)), described(classes=named))
+
+
 @pytest.mark.parametrize("changes", [{}, {"data": "a nearer bucket"}])
 def test_rows_in_the_same_order_are_accepted(tmp_path: Path, changes: dict[str, Any]) -> None:
     (tmp_path / "data.json").write_text(json.dumps(described()))

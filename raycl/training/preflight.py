@@ -445,6 +445,11 @@ def check_same_data(output: Place, now: dict[str, Any]) -> None:
             f"the files in {now['data']} differ from the files that the run began with, so their rows would have "
             "other ids; restore the files, or give another --output"
         )
+    if before.get("classes") and now.get("classes") is None:  # older versions read 1.0 in CSV as a name
+        raise ConfigError(
+            f"the run began with names of classes, and {now['data'] or 'the dataset'} has none now; give the same data, or "
+            "another --output"
+        )
     if before["streamed"] != now["streamed"]:
         raise ConfigError(
             f"the data were {_kept(before)} and would be {_kept(now)} on this cluster, in another order; "
