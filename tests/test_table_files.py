@@ -523,6 +523,8 @@ BROKEN = {
     "quoted_semicolons.csv": (b'"text";"n"\n"a";1\n', "fields in the header of .*quoted_semicolons.csv are separated by ';'"),
     "quoted_tabs.csv": (b'"text"\t"n"\n"a"\t1\n', r"are separated by '\\t'"),
     "quoted_commas.tsv": (b'"text","n"\n"a",1\n', "are separated by ','"),
+    "partly_quoted.csv": (b'"text";n\n"a";1\n', "are separated by ';'"),
+    "quoted_quotes.csv": (b'"a ""|"" b";text\n"a";1\n', "are separated by ';'"),
     "quoted_name.csv": (b'"text;n"\n"a"\n', "has no column 'text'; it has text;n"),
     "commas_in_rows.csv": (b"text;n\nHello, world;1\n", "are separated by ';'"),
     "tabs.csv": (b"text\tn\na\t1\n", r"are separated by '\\t'; separate all fields by commas in .csv, by tabs in .tsv"),
