@@ -345,7 +345,8 @@ def _table_source(
             )
             first_id += stop - start
     if not fragments:
-        raise DataError(f"{uri} holds no rows; give a dataset with at least one batch")
+        skipped = " outside of hidden folders" if kind == "tar" else ""
+        raise DataError(f"{uri} holds no rows{skipped}; give a dataset with at least one batch")
     columns = found[0]
     names = list(dict.fromkeys(columns.asked.values()))
     types = reader.shared_types([chosen(each.schema, names) for each in tables], where=uri)
