@@ -170,6 +170,14 @@ def refused(kind: type[RayclError], *arguments: object) -> str:
     return line
 
 
+def test_rows_of_images_alone_are_refused_also_with_columns_of_labels(tmp_path: Path) -> None:
+    (tmp_path / "1.png").write_bytes(b"1")
+    command = ("rows", "--data", tmp_path, "--output", tmp_path.with_name("rows"), "--columns", "image,label")
+    assert refused(DataError, *command) == (
+        f"{tmp_path} holds no tars, CSV or JSONL files; give some, or train on it as it is"
+    )
+
+
 @pytest.fixture
 def pairs(tmp_path: Path) -> Path:
     """A data set with both labels and lists of negatives."""

@@ -99,6 +99,7 @@ def test_a_saved_setting_that_an_earlier_version_ignored_does_not_count(tmp_path
     config = raycl.override(raycl.recipe("simclr"), {"stages.0.workers": 2})
     (tmp_path / "config.yaml").write_text(f"workers: 4\n{config_to_yaml(config)}")
     check_output(config, Place(str(tmp_path)), resume=True)
+    launch._check_length(config, Place(str(tmp_path)), [1_000])
 
 
 def test_an_added_stage_cannot_begin_to_learn_the_temperature(tmp_path: Path) -> None:
@@ -247,6 +248,14 @@ def test_rows_in_another_order_are_refused(tmp_path: Path, changes: dict[str, An
     (tmp_path / "data.json").write_text(json.dumps(described()))
     with pytest.raises(ConfigError, match=says):
         check_same_data(Place(str(tmp_path)), described(**changes))
+
+
+def test_names_of_classes_that_are_integers_now_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "data.json").write_text(json.dumps(described(classes=["1.0", "2.0"])))
+    with pytest.raises(ConfigError, match="began with names of classes, and images has none now"):
+        check_same_data(Place(str(tmp_path)), described(classes=None))
+    for named in (["1.0", "2.0"], ["1.0", "2.0", "3.0"]):
+        check_same_data(Place(str(tmp_path)), described(classes=named))
 
 
 @pytest.mark.parametrize("changes", [{}, {"data": "a nearer bucket"}])

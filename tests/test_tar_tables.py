@@ -120,10 +120,11 @@ def test_other_members_are_no_rows(tmp_path: Path) -> None:
             ("part/README", tarfile.REGTYPE),
             ("part/0.png", tarfile.SYMTYPE),
             ("part/.ipynb_checkpoints/1-checkpoint.png", tarfile.REGTYPE),
-            (".Trash/a/1.png", tarfile.REGTYPE),
+            (".a/1.png", tarfile.REGTYPE),
             ("./.a/1.png", tarfile.REGTYPE),
             ("../..a/1.png", tarfile.REGTYPE),
             ("./part.of/1.png", tarfile.REGTYPE),
+            ("home/.cache/images/1.png", tarfile.REGTYPE),
             ("../2.png", tarfile.REGTYPE),
         ):
             member = tarfile.TarInfo(name)
@@ -131,7 +132,7 @@ def test_other_members_are_no_rows(tmp_path: Path) -> None:
             content = name[:4].encode() if kind == tarfile.REGTYPE else b""
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
-    assert read(find_source(str(path)))["image"] == [b"./pa", b"../2"]
+    assert read(find_source(str(path)))["image"] == [b"./pa", b"home", b"../2"]
 
 
 @pytest.mark.parametrize("ending", ["tar", "tgz"])
@@ -177,7 +178,7 @@ BROKEN: dict[str, tuple[list[dict[str, bytes]] | bytes, ColumnNames, str]] = {
     "empty.tar": (b"", IMAGES, "as tar: empty header at byte 0, before the end of the tar; write the tar again"),
     "plain.tar": (b"no tar" * 999, IMAGES, "as tar: .* at byte 0"),
     "plain.tgz": (b"no gzip" * 999, IMAGES, "as tar: zlib inflate failed"),
-    "none.tar": ([], IMAGES, "holds no rows"),
+    "none.tar": ([], IMAGES, "holds no rows outside of hidden folders; give"),
     "twice.tar": ([{"png": b"1"}, {"png": b"1", "jpg": b"2"}], IMAGES,
                   "row 1 of .* has two files for column 'image', the second is 'part/000001.jpg'; keep one of them, or name"),
     "json.tar": ([{"txt": b"a"}, {"txt": b"a", "json": b"{"}], TEXTS, "the JSON of row 1 of .*; correct or remove it"),

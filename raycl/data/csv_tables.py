@@ -26,6 +26,7 @@ from raycl.errors import DataError, first_line
 from raycl.storage import Place
 
 _TEXTS = {"text", "caption", "query", "document"}
+_FIRST_FIELD = re.compile(r'(?:"(?:[^"]|"")*"|(?!")[^,;\t|]*)([,;\t|])')  # and the delimiter after it
 _ROW = re.compile(r"Row #([0-9]+)")
 _BLOCK_BYTES = 16 * 2**20  # the longest row
 _LAST = b"raycl: the last row"
@@ -89,12 +90,10 @@ def _header(place: Place) -> str:
 
 def _check_delimiter(place: Place, header: str, columns: ColumnNames) -> None:
     """Raise if the header is one field that another delimiter would split."""
-    others = {",", ";", "\t", "|"} - {_delimiter(place)}
-    is_quoted = header.startswith('"')
-    found = next((each for each in sorted(others) if (f'"{each}"' if is_quoted else each) in header), None)
+    found = _FIRST_FIELD.match(header)
     if found and _delimiter(place) not in header and header not in columns.asked.values():
         raise DataError(
-            f"the fields in the header of {place} are separated by {found!r}; separate all fields by commas in "
+            f"the fields in the header of {place} are separated by {found[1]!r}; separate all fields by commas in "
             ".csv, by tabs in .tsv"
         )
 

@@ -47,8 +47,8 @@ _WORD_OF_FOLDER = r"^(?:.*=)?([a-z]+)(?:\d+|_images|_imgs|_set)?$"
 def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
     """Find the source at ``uri``: a file of rows, a folder or a pattern of them, a table, or a folder of images.
 
-    Raises ``DataError`` if nothing is there, a column is missing or a file is broken, ``ConfigError`` if a column of
-    images alone is named, ``StorageError`` if the storage cannot be reached.
+    Raises ``DataError`` if nothing is there, a column is missing or a file is broken, ``StorageError`` if the storage
+    cannot be reached.
     """
     uri, columns = absolute(uri), columns or ColumnNames()
     check_exists(uri)
@@ -239,7 +239,8 @@ def _folder_source(root: Place, columns: ColumnNames) -> Source:
         )
     paths, uri = found[kind], root.uri
     try:
-        source = _image_source(uri, paths) if kind == "folder" else _table_source(uri, paths, columns, kind)
+        is_table = kind != "folder"
+        source = _table_source(uri, paths, columns, kind) if is_table else _image_source(uri, paths, columns)
     except DataError as error:
         # Perhaps images of an unknown format beside a table.
         if only_images and kind in _LINES and None in found:
@@ -252,52 +253,46 @@ def _folder_source(root: Place, columns: ColumnNames) -> Source:
 def _kind_to_read(root: Place, columns: ColumnNames, found: Mapping[str | None, Sequence[str]]) -> str | None:
     """Return which of the kinds ``found`` in a folder is read, None if it holds no data.
 
-    Raises ``DataError`` for several formats, ``ConfigError`` for images alone if a column is named.
+    Raises ``DataError`` for several formats.
     """
     # The first of these kinds that the folder holds is read, unless it holds two of one group.
-    only_images, shards = set(columns.contents) == {"image"}, ("arrow", "tar")
-    named = {role: name for role, name in columns.asked.items() if (role, name) != ("image", "image")}
-    images = () if named else ("folder",)  # which have no columns
-    # Beside images, a table of lines often describes them.
-    are_described = "folder" in found or not only_images
-    kinds = (images, _LINES, shards) if are_described else (shards, _LINES)
-    if "parquet" in found:  # img2dataset writes some without images beside its tars
-        kinds = (("parquet", "tar", *images),)
-    kind, *others = next(filter(None, ([each for each in group if each in found] for group in kinds)), [None])
+    only_images, images, shards = set(columns.contents) == {"image"}, ("folder",), ("arrow", "tar")
+    kinds = (shards, _LINES) if only_images else (_LINES, shards)
+    if only_images and "folder" in found:  # a table of lines often describes the images
+        kinds = (_LINES, shards, images) if _of_tables(columns) else (images,)
+    # img2dataset writes parquet files of the same names, without images, beside its tars.
+    names = [{posixpath.splitext(path)[0] for path in found.get(each, ())} for each in ("parquet", "tar")]
+    tables = ("parquet", "tar") if set.intersection(*names) else ("parquet",)
+    groups = ([each for each in group if each in found] for group in (tables, *kinds))
+    kind, *others = next(filter(None, groups), [None])
     if others:
-        raise _several_formats(root, {str(each): found[each] for each in (kind, *others)})
-    if kind is None and only_images and "folder" in found:
-        role, name = next(iter(named.items()))
-        raise ConfigError(
-            f"data.columns.{role} is {name!r}, but {root} holds images alone, which have no columns; remove the setting, "
-            "or add a table of the paths of the images with this column"
+        counts = ", ".join(f"{len(found[each])} {each}" for each in (kind, *others))
+        raise DataError(
+            f"{root} holds files of several formats ({counts}); give a folder of one format, or a pattern of files: {FORMS}"
         )
     return kind
 
 
-def _several_formats(root: Place, found: Mapping[str, Sequence[str]]) -> DataError:
-    """Return the error of a folder with files of these kinds."""
-    counts = [f"{len(paths)} {'images' if kind == 'folder' else kind}" for kind, paths in found.items()]
-    tables = [paths for kind, paths in found.items() if kind != "folder"]
-    of_one_folder = [paths for paths in tables if len({posixpath.dirname(path) for path in paths}) == 1]
-    given = [f"--data {shlex.quote((root / _of_all(paths)).uri)}" for paths in of_one_folder]
-    remedy = " or ".join(["give a folder of one format", *given])
-    return DataError(f"{root} holds files of several formats ({', '.join(counts)}); {remedy}")
+def _of_tables(columns: ColumnNames) -> tuple[str, ...]:
+    """Return the settings that name columns, which images without a table do not have."""
+    named = (f"data.columns.{role}={name}" for role, name in columns.asked.items())
+    return tuple(each for each in named if each != "data.columns.image=image")  # the default
 
 
-def _image_source(uri: str, paths: list[str]) -> Source:
+def _image_source(uri: str, paths: list[str], columns: ColumnNames) -> Source:
     fragments = tuple(
         Fragment(uri=uri, first_id=first, paths=tuple(paths[first : first + ROWS_PER_FRAGMENT]))
         for first in range(0, len(paths), ROWS_PER_FRAGMENT)
     )
-    classes, columns = _class_folders(Place(uri), paths), ColumnNames()
+    classes = _class_folders(Place(uri), paths)
     return Source(
         uri=uri,
         kind="folder",
         fragments=fragments,
-        columns=columns,
+        columns=ColumnNames(),
         classes=classes,
         has_labels=classes is not None,
+        unused_settings=_of_tables(columns),
     )
 
 
@@ -350,7 +345,8 @@ def _table_source(
             )
             first_id += stop - start
     if not fragments:
-        raise DataError(f"{uri} holds no rows; give a dataset with at least one batch")
+        skipped = " outside of hidden folders" if kind == "tar" else ""
+        raise DataError(f"{uri} holds no rows{skipped}; give a dataset with at least one batch")
     columns = found[0]
     names = list(dict.fromkeys(columns.asked.values()))
     types = reader.shared_types([chosen(each.schema, names) for each in tables], where=uri)

@@ -122,7 +122,8 @@ class Source:
     every run over the same files. ``kind`` is "folder" or the name of a table format, and ``types`` are those with which
     its columns are read, None if the files know them. ``classes`` are numbered by the labels; ``label_names`` are for
     display only, of integers. ``ignored`` counts other files by ending; ``ignored_label`` is the type of a column ``label``
-    that is not read; ``unread_columns`` are the other columns of pairs without labels.
+    that is not read; ``unread_columns`` are the other columns of pairs without labels, ``unused_settings`` name columns for images,
+    which have none.
     """
 
     uri: str
@@ -134,6 +135,7 @@ class Source:
     ignored: tuple[tuple[str, int], ...] = ()
     ignored_label: str = ""
     unread_columns: tuple[str, ...] = ()
+    unused_settings: tuple[str, ...] = ()
     types: pa.Schema | None = None
     label_names: tuple[str, ...] | None = None
 
@@ -159,7 +161,7 @@ class Source:
         return names[label] if 0 <= label < len(names) else str(label)
 
     def unread(self) -> list[str]:
-        """Return lines about the files, the column of labels and the columns of pairs that are not read, if there are any."""
+        """Return lines about the files and columns that are not read and the settings without effect, if there are any."""
         lines = []
         if self.ignored:
             counts = ", ".join(f"{count} {ending}" for ending, count in self.ignored)
@@ -167,6 +169,9 @@ class Source:
         if self.ignored_label:
             held = f"it holds {self.ignored_label}, not integers or text"
             lines.append(f"ignored the column 'label' of {self.uri}: {held}")
+        if self.unused_settings:
+            settings = ", ".join(self.unused_settings)
+            lines.append(f"no effect on the images of {self.uri}, which have no columns: {settings}")
         if self.unread_columns:
             lines.append(
                 f"all rows of {self.uri} count as matching pairs; columns not read: {', '.join(self.unread_columns)} "

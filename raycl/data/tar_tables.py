@@ -33,8 +33,8 @@ from raycl.data.tables import (
 from raycl.errors import DataError, first_line
 from raycl.storage import Place
 
-# The name that a sample's files share, in folders that are not hidden, and the ending.
-_NAME = re.compile(r"((?:(?:\.{0,2}|[^./][^/]*)/)*[^./]+)\.([^/]+)")
+# The name that a sample's files share, in a folder that is not hidden, and the ending. A whole tar may lie in ~/.cache.
+_NAME = re.compile(r"((?:(?:.*/)?(?:\.{0,2}|[^./][^/]*)/)?[^./]+)\.([^/]+)", re.DOTALL)
 _TEXTS = frozenset({"txt", "text"})
 _ENDINGS = {
     "image": frozenset(ending.removeprefix(".") for ending in EXTENSIONS),

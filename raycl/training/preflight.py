@@ -340,20 +340,23 @@ def find_corpus(config: RunConfig) -> Source | None:
 
 def check_output(config: RunConfig, output: Place, *, resume: bool) -> None:
     """Check that the output is writable; an earlier run there requires ``resume`` and the same settings."""
-    saved = output / CONFIG
-    if saved.exists():
+    if (output / CONFIG).exists():
         if not resume:
             raise ConfigError(
                 f"{output} holds an earlier run; give another --output, or --resume to continue it"
             )
-        _check_unchanged(config_from_yaml(saved.read_text(), name=saved.uri, trained=True), config)
+        _check_unchanged(_saved_config(output), config)
     output.check_writable()
 
 
 def num_stages_so_far(output: Place) -> int:
     """Return the number of stages of the run in the output, 0 without one."""
+    return len(_saved_config(output).stages) if (output / CONFIG).exists() else 0
+
+
+def _saved_config(output: Place) -> RunConfig:
     saved = output / CONFIG
-    return len(config_from_yaml(saved.read_text(), name=saved.uri).stages) if saved.exists() else 0
+    return config_from_yaml(saved.read_text(), name=saved.uri, trained=True)
 
 
 def _check_unchanged(saved: RunConfig, config: RunConfig) -> None:
@@ -441,6 +444,11 @@ def check_same_data(output: Place, now: dict[str, Any]) -> None:
         raise ConfigError(
             f"the files in {now['data']} differ from the files that the run began with, so their rows would have "
             "other ids; restore the files, or give another --output"
+        )
+    if before.get("classes") and now.get("classes") is None:  # older versions read 1.0 in CSV as a name
+        raise ConfigError(
+            f"the run began with names of classes, and {now['data'] or 'the dataset'} has none now; give the same data, or "
+            "another --output"
         )
     if before["streamed"] != now["streamed"]:
         raise ConfigError(
