@@ -27,7 +27,6 @@ from raycl.errors import ConfigError
 from raycl.gpus import cpu_has_bfloat16
 from raycl.recipes import RECIPES, recipe
 from raycl.training.launch import RunResult
-from raycl.training.preflight import _check_encoder_names
 from tests.images import encode, photograph, write_digits
 
 
@@ -454,6 +453,12 @@ def test_the_last_layer_of_the_small_encoder_can_be_set_alone() -> None:
     assert plan_run("simclr", data=[], flags=run_flags(gpu=True), settings=settings).notes == ()
 
 
+def test_a_network_in_place_of_a_vit_resumes_the_runs_of_earlier_versions() -> None:
+    settings = {"data.image_size": 32, "encoder.freeze_patches": False}
+    planned = plan_run("moco_v3", data=[], flags={}, settings=settings, own_encoder=True).config
+    assert planned == override(recipe("moco_v3", image_size=32), settings)
+
+
 def test_pairs_have_the_learning_rate_of_sentences_unless_the_encoder_is_a_bag_of_subwords() -> None:
     def planned(*settings: str, name: str = "two_tower", own: bool = False) -> tuple[float, tuple[str, ...]]:
         plan = plan_run(name, data=[], flags={}, settings=settings, own_encoder=own)
@@ -487,15 +492,6 @@ def test_settings_of_the_network_that_a_module_replaces_are_refused(setting: str
             ConfigError, match=r"^encoder\.\S+ acts only with .*, and encoder= is another; remove it$"
         ):
             plan_run(run, data=[], flags={}, settings=[setting], own_encoder=True)
-
-
-@pytest.mark.parametrize("size", [32, 224])
-def test_a_module_in_place_of_a_vit_has_images_of_any_size(size: int) -> None:
-    views = [{"count": 2}, {"count": 2, "size": size // 2}]
-    settings = {"data.image_size": size, "stages.0.image_size": size // 2, "augment.views": views}
-    planned = plan_run("moco_v3", data=[], flags={}, settings=settings, own_encoder=True).config
-    assert planned.stages[0].image_size == size // 2
-    _check_encoder_names(planned, own_encoder=True)
 
 
 @pytest.mark.parametrize("name", ["simcse", "esimcse"])

@@ -3,17 +3,15 @@
 import contextlib
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from raycl.arguments import check_type
-from raycl.config import Columns, EncoderConfig, RunConfig, flat
+from raycl.config import Columns, RunConfig, flat
 from raycl.config.overrides import config_from_yaml, flat_pairs, override, pairs_of, unknown_setting
 from raycl.errors import ConfigError
 from raycl.gpus import cpu_has_bfloat16
-from raycl.models.registry import VITS
 from raycl.recipes import recipe
 from raycl.recipes.images import SMALL
 from raycl.recipes.texts import of_other_encoder
@@ -65,7 +63,8 @@ def plan_run(
     named = settings_of(settings)
     overrides, pairs = {**flags, **named}, dict(flat_pairs(named.items()))
     _check_conflicts(flags, pairs)
-    _check_own_encoder(pairs if own_encoder else ())
+    if own_encoder:
+        _check_own_encoder(pairs)
     if isinstance(run, RunConfig):
         _check_flags(flags, run, "the configuration")
         return RunPlan(override(run, overrides))
@@ -76,12 +75,11 @@ def plan_run(
         config = config_from_yaml(Place(run).read_text(), name=run)
         _check_flags(flags, config, run)
         return RunPlan(override(config, overrides))
-    build = partial(_recipe, run, own_encoder=own_encoder)
-    config = build(image_size=LARGEST)
+    config = recipe(run, image_size=LARGEST)
     is_set = own_encoder or any(re.fullmatch(_ENCODERS, key) and key != _LAST_LAYER for key in pairs)
-    requested = _requested(build, config, overrides)  # report typing errors before reading data
+    requested = _requested(run, config, overrides)  # report typing errors before reading data
     if requested.data.kind == "text":
-        words = override(build(on_cpu=not requested.gpu and not is_set), overrides)
+        words = override(recipe(run, on_cpu=not requested.gpu and not is_set), overrides)
         return RunPlan(words, notes=_departures(words, config, gray=False, is_set=is_set))
     if requested.data.kind == "pairs":
         is_other = own_encoder or requested.encoder.name != config.encoder.name
@@ -102,8 +100,8 @@ def plan_run(
         images = [image for each in given for image in _first_images(each, columns)]
         size = size or _median_side(images)
         gray = gray or (size <= SMALL and _are_gray(images))
-    papers = build(image_size=size)
-    config = build(image_size=size, gray=gray, on_cpu=not requested.gpu and not is_set)
+    papers = recipe(run, image_size=size)
+    config = recipe(run, image_size=size, gray=gray, on_cpu=not requested.gpu and not is_set)
     if config.encoder != papers.encoder:
         config = config.model_copy(update={"precision": _precision_on_cpu(resumed)})
     if _is_papers_optimizer(pairs, config):
@@ -112,14 +110,7 @@ def plan_run(
     return RunPlan(config, sources, _departures(config, papers, gray=gray, is_set=is_set))
 
 
-def _recipe(name: str, *, own_encoder: bool, **options: Any) -> RunConfig:
-    """Return a recipe; a module of the user's, which takes images of any size, replaces the recipe's ViT."""
-    config = recipe(name, **options)
-    is_replaced = own_encoder and config.encoder.name in VITS
-    return config.model_copy(update={"encoder": EncoderConfig()}) if is_replaced else config
-
-
-def _requested(build: Callable[..., RunConfig], config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
+def _requested(run: str, config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
     """Override the settings of a recipe, whose images may be small or whose sentences may train without a GPU."""
     try:
         return override(config, overrides)
@@ -128,7 +119,7 @@ def _requested(build: Callable[..., RunConfig], config: RunConfig, overrides: Ma
             raise
         # Small images, and sentences without a GPU, have other defaults, on which these settings may act.
         with contextlib.suppress(ConfigError):
-            return override(build(image_size=SMALL, on_cpu=True), overrides)
+            return override(recipe(run, image_size=SMALL, on_cpu=True), overrides)
         raise
 
 
@@ -231,9 +222,9 @@ def _check_conflicts(flags: Mapping[str, Any], pairs: Mapping[str, Any]) -> None
             )
 
 
-def _check_own_encoder(paths: Iterable[str]) -> None:
+def _check_own_encoder(pairs: Mapping[str, Any]) -> None:
     """Refuse settings of the network that a module of the user's replaces."""
-    for path in paths:
+    for path in pairs:
         if re.fullmatch(r"encoder\.(name|stem|width|kwargs(\..*)?)", path):
             raise ConfigError(
                 f"{path} acts only with a network that raycl builds by its name, and encoder= is another; remove it"
