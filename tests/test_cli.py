@@ -479,7 +479,6 @@ def test_pairs_have_the_learning_rate_of_sentences_unless_the_encoder_is_a_bag_o
 @pytest.mark.parametrize(
     "setting",
     [
-        "encoder.name=resnet18",
         "encoder={stem: small}",
         "encoder.width=0.5",
         "encoder.kwargs={dim: 8}",
@@ -492,6 +491,13 @@ def test_settings_of_the_network_that_a_module_replaces_are_refused(setting: str
             ConfigError, match=r"^encoder\.\S+ acts only with .*, and encoder= is another; remove it$"
         ):
             plan_run(run, data=[], flags={}, settings=[setting], own_encoder=True)
+
+
+@pytest.mark.parametrize("value", [{"name": "transformer"}, EncoderConfig(name="transformer")])
+def test_the_name_of_an_encoder_beside_a_module_gives_its_tokenizer_and_layer_decay(value: Any) -> None:
+    settings = {"encoder": value, "optimizer.layer_decay": 0.7}
+    planned = plan_run("two_tower", data=[], flags={}, settings=settings, own_encoder=True).config
+    assert (planned.encoder.name, planned.optimizer.layer_decay) == ("transformer", 0.7)
 
 
 @pytest.mark.parametrize("name", ["simcse", "esimcse"])

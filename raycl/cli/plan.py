@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from raycl.arguments import check_type
-from raycl.config import Columns, RunConfig, flat
+from raycl.config import Columns, EncoderConfig, RunConfig, flat
 from raycl.config.overrides import config_from_yaml, flat_pairs, override, pairs_of, unknown_setting
 from raycl.errors import ConfigError
 from raycl.gpus import cpu_has_bfloat16
@@ -223,9 +223,10 @@ def _check_conflicts(flags: Mapping[str, Any], pairs: Mapping[str, Any]) -> None
 
 
 def _check_own_encoder(pairs: Mapping[str, Any]) -> None:
-    """Refuse settings of the network that a module of the user's replaces."""
-    for path in pairs:
-        if re.fullmatch(r"encoder\.(name|stem|width|kwargs(\..*)?)", path):
+    """Refuse settings of the network that a module of the user's replaces, unless they have their defaults."""
+    default = {f"encoder.{name}": value for name, value in EncoderConfig()}
+    for path, value in pairs.items():
+        if re.fullmatch(r"encoder\.(stem|width|kwargs(\..*)?)", path) and value != default.get(path):
             raise ConfigError(
                 f"{path} acts only with a network that raycl builds by its name, and encoder= is another; remove it"
             )
