@@ -165,6 +165,12 @@ def test_the_last_of_two_equal_settings_is_applied_after_a_section_between_them(
     assert (config.stages[0].steps, config.stages[0].batch_size) == (3, 128)
 
 
+def test_two_mappings_of_one_section_are_both_applied() -> None:
+    settings = ["data={image_size: 32}", "stages.0={epochs: 3}", "stages.0={batch_size: 64}"]
+    config = plan_run("simclr", data=[], flags={}, settings=settings).config
+    assert (config.stages[0].epochs, config.stages[0].batch_size) == (3, 64)
+
+
 @pytest.mark.parametrize(
     ("section", "paths"),
     [

@@ -245,12 +245,17 @@ def _comments(section: type[Section]) -> dict[str, str]:
 def override(config: RunConfig, settings: Sequence[str] | Mapping[str, Any]) -> RunConfig:
     """Return the run with ``key.path=value`` settings replaced; values are YAML.
 
-    A mapping replaces the settings that it names, while a list and ``kwargs`` are replaced as a whole. Changing ``encoder.name`` clears ``encoder.kwargs``. Settings of ``config`` that no longer have an effect
-    return to their defaults. Raises ``ConfigError`` for an unknown key, a wrong type, an invalid value or a
-    setting that would have no effect.
+    A mapping replaces the settings that it names, while a list and ``kwargs`` are replaced as a whole. Changing
+    ``encoder.name`` clears ``encoder.kwargs``. Settings of ``config`` that no longer have an effect return to their
+    defaults. Raises ``ConfigError`` for an unknown key, a wrong type, an invalid value or a setting that would have no
+    effect.
     """
     check_type("config", config, RunConfig)
-    pairs = pairs_of(settings)
+    return override_pairs(config, pairs_of(settings))
+
+
+def override_pairs(config: RunConfig, pairs: Sequence[tuple[str, Any]]) -> RunConfig:
+    """Return the run with settings replaced one after another, each a path and a value; see ``override``."""
     if dict(pairs).get("recipe", config.recipe) != config.recipe:
         raise ConfigError(
             "recipe is the name of the run's recipe, no setting; start from the other one: raycl train NAME"
