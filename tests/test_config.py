@@ -466,6 +466,15 @@ def test_a_mapping_sets_the_settings_that_it_names(
     assert override(config, section) == override(config, paths) != config
 
 
+def test_the_length_of_a_stage_in_a_mapping_replaces_the_other_one() -> None:
+    config = override(recipe("simclr"), ["stages.0={steps: 30}", "stages.1={epochs: 2, batch_size: 64}"])
+    assert [(stage.epochs, stage.steps) for stage in config.stages] == [(None, 30), (2, None)]
+    assert override(config, ["stages.0={steps: null, epochs: 3}"]).stages[0].epochs == 3
+    assert override(config, ["stages.0={epochs: null, batch_size: 64}"]).stages[0].steps == 30
+    with pytest.raises(ConfigError, match="exactly one of epochs and steps"):
+        override(config, ["stages.0={epochs: 3, steps: 30}"])
+
+
 def test_a_section_in_python_is_replaced_as_a_whole() -> None:
     config = recipe("simclr", image_size=32)
     assert override(config, {"optimizer": OptimizerConfig(name="sgd")}).optimizer == OptimizerConfig(

@@ -306,12 +306,17 @@ def pairs_of(settings: Sequence[str] | Mapping[str, Any]) -> list[tuple[str, Any
 
 
 def flat_pairs(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield a pair for each setting of a mapping; a list and ``kwargs`` stay whole. Raises ``ConfigError``."""
+    """Yield a pair for each setting of a mapping; a list and ``kwargs`` stay whole. Raises ``ConfigError``.
+
+    The length of a stage, ``epochs`` or ``steps``, replaces the other one.
+    """
     for path, value in pairs:
         if not isinstance(value, dict) or ".kwargs." in f".{path}.":
             yield path, value
         elif value:
-            yield from flat_pairs((f"{path}.{name}", inner) for name, inner in value.items())
+            has_length = re.fullmatch(r"stages\.\d+", path) and (value.get("epochs") or value.get("steps"))
+            named = {"epochs": None, "steps": None} | value if has_length else value
+            yield from flat_pairs((f"{path}.{name}", inner) for name, inner in named.items())
         else:
             raise ConfigError(f"{path} is an empty mapping, which sets nothing; remove it")
 
