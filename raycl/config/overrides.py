@@ -84,11 +84,9 @@ def config_from_dict(
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it: a path, numbers of numpy or torch, or settings; raises ``TypeError`` for others."""
+    """Return a value as JSON has it: a path, or numbers of numpy or torch; raises ``TypeError`` for others."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if isinstance(value, Section):
-        return value.model_dump(mode="json")
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{value!r:.80} is {type(value).__name__}; give numbers, text and lists")
@@ -296,13 +294,19 @@ def pairs_of(settings: Sequence[str] | Mapping[str, Any]) -> list[tuple[str, Any
     if isinstance(settings, Mapping):
         for path in settings:
             check_type("a setting's path", path, str)
-        return [
-            (path, value.model_dump(mode="json") if isinstance(value, Section) else value)
-            for path, value in settings.items()
-        ]
+        return [(path, _without_sections(value)) for path, value in settings.items()]
     if not isinstance(settings, Iterable):
         raise ConfigError(f"settings must be a dict or a list of key.path=value, came {settings!r:.60}")
     return list(map(parse_setting, [settings] if isinstance(settings, str) else settings))
+
+
+def _without_sections(value: Any) -> Any:
+    """Return a value with its sections as mappings, also in lists and mappings."""
+    if isinstance(value, Section):
+        return value.model_dump(mode="json")
+    if isinstance(value, Mapping):
+        return {name: _without_sections(inner) for name, inner in value.items()}
+    return [_without_sections(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def flat_pairs(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
