@@ -8,6 +8,7 @@ tower is trained on the pairs of all data sets, in five ways: with the negatives
 the explicit ones, with both, with both and hard negatives mined by the run before, and with a stage
 of the hinge behind. With ``--apart``, each data set has a tower of its own. The table shows the average precision of
 the test pairs of each data set, beside TF-IDF (words weighed by all offers of that set), and of the sum of both cosines.
+Runs in the output are continued.
 """
 
 import tempfile
@@ -95,15 +96,16 @@ def tower_similarity(
 
 
 def train_way(way: str, folder: Path, settings: dict[str, Any]) -> str:
-    """Train on the folder's rows, with mined negatives if the way's name says so; return the run."""
+    """Train on the folder's rows, with mined negatives if the way's name says so; return the run, which may exist."""
     data = train = folder / "train.parquet"
     if "mined" in way:
         data = folder / "mined.parquet"
         if not data.exists():
-            print(mine_negatives(str(folder / "mixed"), str(train), str(data), num_negatives=4, quiet=True))
+            mixed = train_way("mixed", folder, settings)
+            print(mine_negatives(mixed, str(train), str(data), num_negatives=4, quiet=True))
     config = raycl.override(raycl.recipe("two_tower"), TOWER | settings | WAYS[way])
     output = folder / way.replace(" + ", "-").replace(", ", "-").replace(" ", "-")
-    seconds = raycl.train(config, data=str(data), output=str(output), quiet=True).seconds
+    seconds = raycl.train(config, data=str(data), output=str(output), resume=True, quiet=True).seconds
     print(f"{way}, {folder.name}: {seconds:.0f} s")
     return str(output)
 

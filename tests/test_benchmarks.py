@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import objectives  # pyright: ignore[reportMissingImports]
 import partition_error  # pyright: ignore[reportMissingImports]
+import product_matching  # pyright: ignore[reportMissingImports]
 import run  # pyright: ignore[reportMissingImports]
 import scale_model  # pyright: ignore[reportMissingImports]
 from comparisons import (  # pyright: ignore[reportMissingImports]
@@ -355,6 +357,27 @@ if "--silent" not in sys.argv:
     path.write_text(json.dumps({"lines": [{"side": "raycl", "rate": rate}, {"side": "peer", "rate": 10.0}]}))
 assert "--fail-late" not in sys.argv, "as requested"
 """
+
+
+@pytest.mark.parametrize("ways", [["mixed + mined"], ["mixed + mined", "mixed"]])
+def test_a_way_with_mined_negatives_trains_the_run_that_finds_them(
+    ways: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(_config: Any, *, data: str, output: str, resume: bool = False, **_: Any) -> Any:
+        Path(output).mkdir(exist_ok=resume)
+        trained.append((Path(data).stem, Path(output).name))
+        return SimpleNamespace(seconds=1.0)
+
+    def mine(run: str, _data: str, output: str, **_: Any) -> None:
+        assert Path(run).is_dir()
+        Path(output).touch()
+
+    trained = list[tuple[str, str]]()
+    monkeypatch.setattr(product_matching.raycl, "train", train)
+    monkeypatch.setattr(product_matching, "mine_negatives", mine)
+    for way in ways:
+        product_matching.train_way(way, tmp_path, {})
+    assert trained[:2] == [("train", "mixed"), ("mined", "mixed-mined")]
 
 
 def test_the_cost_of_every_objective_can_be_measured() -> None:

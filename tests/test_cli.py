@@ -27,7 +27,6 @@ from raycl.errors import ConfigError
 from raycl.gpus import cpu_has_bfloat16
 from raycl.recipes import RECIPES, recipe
 from raycl.training.launch import RunResult
-from raycl.training.preflight import _check_encoder_names
 from tests.images import encode, photograph, write_digits
 
 
@@ -164,6 +163,12 @@ def test_the_last_of_two_equal_settings_is_applied_after_a_section_between_them(
     settings = ["stages.0.batch_size=32", "stages=[{steps: 3, batch_size: 64}]", "stages.0.batch_size=128"]
     config = plan_run("simclr", data=[], flags={}, settings=[*settings, "data.image_size=32"]).config
     assert (config.stages[0].steps, config.stages[0].batch_size) == (3, 128)
+
+
+def test_two_mappings_of_one_section_are_both_applied() -> None:
+    settings = ["data={image_size: 32}", "stages.0={epochs: 3}", "stages.0={batch_size: 64}"]
+    config = plan_run("simclr", data=[], flags={}, settings=settings).config
+    assert (config.stages[0].epochs, config.stages[0].batch_size) == (3, 64)
 
 
 @pytest.mark.parametrize(
@@ -454,6 +459,12 @@ def test_the_last_layer_of_the_small_encoder_can_be_set_alone() -> None:
     assert plan_run("simclr", data=[], flags=run_flags(gpu=True), settings=settings).notes == ()
 
 
+def test_a_network_in_place_of_a_vit_resumes_the_runs_of_earlier_versions() -> None:
+    settings = {"data.image_size": 32, "encoder.freeze_patches": False}
+    planned = plan_run("moco_v3", data=[], flags={}, settings=settings, own_encoder=True).config
+    assert planned == override(recipe("moco_v3", image_size=32), settings)
+
+
 def test_pairs_have_the_learning_rate_of_sentences_unless_the_encoder_is_a_bag_of_subwords() -> None:
     def planned(*settings: str, name: str = "two_tower", own: bool = False) -> tuple[float, tuple[str, ...]]:
         plan = plan_run(name, data=[], flags={}, settings=settings, own_encoder=own)
@@ -474,7 +485,6 @@ def test_pairs_have_the_learning_rate_of_sentences_unless_the_encoder_is_a_bag_o
 @pytest.mark.parametrize(
     "setting",
     [
-        "encoder.name=resnet18",
         "encoder={stem: small}",
         "encoder.width=0.5",
         "encoder.kwargs={dim: 8}",
@@ -489,13 +499,11 @@ def test_settings_of_the_network_that_a_module_replaces_are_refused(setting: str
             plan_run(run, data=[], flags={}, settings=[setting], own_encoder=True)
 
 
-@pytest.mark.parametrize("size", [32, 224])
-def test_a_module_in_place_of_a_vit_has_images_of_any_size(size: int) -> None:
-    views = [{"count": 2}, {"count": 2, "size": size // 2}]
-    settings = {"data.image_size": size, "stages.0.image_size": size // 2, "augment.views": views}
-    planned = plan_run("moco_v3", data=[], flags={}, settings=settings, own_encoder=True).config
-    assert planned.stages[0].image_size == size // 2
-    _check_encoder_names(planned, own_encoder=True)
+@pytest.mark.parametrize("value", [{"name": "transformer"}, EncoderConfig(name="transformer")])
+def test_the_name_of_an_encoder_beside_a_module_gives_its_tokenizer_and_layer_decay(value: Any) -> None:
+    settings = {"encoder": value, "optimizer.layer_decay": 0.7}
+    planned = plan_run("two_tower", data=[], flags={}, settings=settings, own_encoder=True).config
+    assert (planned.encoder.name, planned.optimizer.layer_decay) == ("transformer", 0.7)
 
 
 @pytest.mark.parametrize("name", ["simcse", "esimcse"])

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 from torch import nn
 
-from raycl.config import OptimizerConfig, RunConfig, Stage
+from raycl.config import Columns, OptimizerConfig, RunConfig, Stage
 from raycl.config.conditions import leaves
 from raycl.config.overrides import config_from_dict, config_from_yaml, config_to_yaml, override, parse_setting
 from raycl.errors import ConfigError
@@ -466,6 +466,15 @@ def test_a_mapping_sets_the_settings_that_it_names(
     assert override(config, section) == override(config, paths) != config
 
 
+def test_the_length_of_a_stage_in_a_mapping_replaces_the_other_one() -> None:
+    config = override(recipe("simclr"), ["stages.0={steps: 30}", "stages.1={epochs: 2, batch_size: 64}"])
+    assert [(stage.epochs, stage.steps) for stage in config.stages] == [(None, 30), (2, None)]
+    assert override(config, ["stages.0={steps: null, epochs: 3}"]).stages[0].epochs == 3
+    assert override(config, ["stages.0={epochs: null, batch_size: 64}"]).stages[0].steps == 30
+    with pytest.raises(ConfigError, match="exactly one of epochs and steps"):
+        override(config, ["stages.0={epochs: 3, steps: 30}"])
+
+
 def test_a_section_in_python_is_replaced_as_a_whole() -> None:
     config = recipe("simclr", image_size=32)
     assert override(config, {"optimizer": OptimizerConfig(name="sgd")}).optimizer == OptimizerConfig(
@@ -473,6 +482,18 @@ def test_a_section_in_python_is_replaced_as_a_whole() -> None:
     )
     with pytest.raises(ConfigError, match="optimizer.betas acts only with optimizer.name adamw or muon"):
         override(config, {"optimizer": OptimizerConfig(name="sgd", betas=(0.5, 0.5))})
+
+
+@pytest.mark.parametrize("several", [list, tuple])
+def test_sections_in_a_list_or_a_mapping_are_checked_and_may_be_changed(several: Any) -> None:
+    config = recipe("simclr", image_size=32)
+    changed = override(config, {"stages": several([Stage(epochs=3)]), "stages.0.batch_size": 64})
+    assert changed.stages == (Stage(epochs=3, batch_size=64),)
+    with pytest.raises(ConfigError, match="stages.0.margin acts only with loss hinge"):
+        override(config, {"stages": several([Stage(epochs=3, margin=0.5)])})
+    assert override(config, {"data": {"columns": Columns(label="x")}}).data.columns == Columns(label="x")
+    with pytest.raises(ConfigError, match="data.columns.text acts only with data.kind text"):
+        override(config, {"data": {"columns": Columns(text="x")}})
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,13 @@ def test_two_runs_with_one_network_are_two_encoders(tmp_path: Path) -> None:
     assert all(torch.equal(network.state_dict()[name], value) for name, value in before.items())
 
 
-def test_measures_of_texts_take_a_network_of_the_users_own(tmp_path: Path) -> None:
+def test_measures_of_texts_and_mining_take_a_network_of_the_users_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find_nothing(query: Tensor, document: Tensor, *_: Any, **__: Any) -> Any:
+        embedded.append(torch.cat([query, document]))
+        return np.zeros((len(query), 1)), np.full((len(query), 1), -1)
+
     config = small_config("two_tower")
     towers, tokenizer = trained(config), vocabulary().tokenizer
     named, own, other = (str(tmp_path / name) for name in ("named", "own", "other"))
@@ -219,6 +225,12 @@ def test_measures_of_texts_take_a_network_of_the_users_own(tmp_path: Path) -> No
             raycl.evaluate(measure, run=own, test=other)
     with pytest.raises(StorageError, match="pass it as network= in Python"):
         raycl.mine(own, other, tmp_path / "mined")
+    embedded = list[Tensor]()
+    monkeypatch.setattr("raycl.inference.mining.connect_cluster", lambda *_, **__: None)
+    monkeypatch.setattr("raycl.inference.mining._search_in_tasks", find_nothing)
+    for run, network in ((named, None), (own, towers.towers[0].encoder)):
+        raycl.mine(run, tmp_path / "retrieval", f"{run}-mined", network=network, quiet=True)
+    assert embedded[0].equal(embedded[1])
 
 
 # ---- autocast

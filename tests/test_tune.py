@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -411,6 +411,27 @@ def test_the_rows_of_the_pace_run_plan_the_search(
     logs: Any = [SimpleNamespace(num_rows=5_000, uri="data")] * len(rows)  # with fewer clicks
     search.search(config, output=str(tmp_path), sources=logs, deadline=600.0, quiet=True)
     assert planned == [20 * sum(rows), sizes]
+
+
+def test_trials_share_the_gpus_by_the_workers_of_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_trials = list[int]()
+
+    class PlannedError(Exception):
+        pass
+
+    def plan(*, max_concurrent: int, **_: Any) -> None:
+        num_trials.append(max_concurrent)
+        raise PlannedError
+
+    monkeypatch.setattr(search, "BasicVariantGenerator", plan)
+    monkeypatch.setattr(search.ray, "cluster_resources", lambda: {"GPU": 8.0})
+    monkeypatch.setattr(search.os, "environ", dict(search.os.environ))
+    for workers in ("workers", "stages.0.workers"):
+        config = override(SIMCLR, {"gpu": True, workers: 4})
+        runner, recorder = search.Runner(config=config, sources=(), output="trials"), cast("Recorder", None)
+        with pytest.raises(PlannedError):
+            search.tune_trials(runner, (900,), {RATE: (0.1, 1.0)}, recorder, seconds=1.0, debug=True)
+    assert num_trials == [2, 2]
 
 
 def test_the_runs_of_trials_lie_below_an_address_with_options(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,17 +3,15 @@
 import contextlib
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from raycl.arguments import check_type
 from raycl.config import Columns, EncoderConfig, RunConfig, flat
-from raycl.config.overrides import config_from_yaml, flat_pairs, override, pairs_of, unknown_setting
+from raycl.config.overrides import config_from_yaml, flat_pairs, override_pairs, pairs_of, unknown_setting
 from raycl.errors import ConfigError
 from raycl.gpus import cpu_has_bfloat16
-from raycl.models.registry import VITS
 from raycl.recipes import recipe
 from raycl.recipes.images import SMALL
 from raycl.recipes.texts import of_other_encoder
@@ -62,32 +60,32 @@ def plan_run(
     may have another CPU.
     Raises ``ConfigError`` or ``DataError``.
     """
-    named = settings_of(settings)
-    overrides, pairs = {**flags, **named}, dict(flat_pairs(named.items()))
+    named = pairs_of(settings)
+    overrides, pairs = [*flags.items(), *named], dict(flat_pairs(named))
     _check_conflicts(flags, pairs)
-    _check_own_encoder(pairs if own_encoder else ())
+    if own_encoder:
+        _check_own_encoder(pairs)
     if isinstance(run, RunConfig):
         _check_flags(flags, run, "the configuration")
-        return RunPlan(override(run, overrides))
+        return RunPlan(override_pairs(run, overrides))
     path = run.partition("?")[0] if "://" in run else run  # an address may have options
     if path.endswith((".yaml", ".yml")):
         from raycl.storage import Place
 
         config = config_from_yaml(Place(run).read_text(), name=run)
         _check_flags(flags, config, run)
-        return RunPlan(override(config, overrides))
-    build = partial(_recipe, run, own_encoder=own_encoder)
-    config = build(image_size=LARGEST)
+        return RunPlan(override_pairs(config, overrides))
+    config = recipe(run, image_size=LARGEST)
     is_set = own_encoder or any(re.fullmatch(_ENCODERS, key) and key != _LAST_LAYER for key in pairs)
-    requested = _requested(build, config, overrides)  # report typing errors before reading data
+    requested = _requested(run, config, overrides)  # report typing errors before reading data
     if requested.data.kind == "text":
-        words = override(build(on_cpu=not requested.gpu and not is_set), overrides)
+        words = override_pairs(recipe(run, on_cpu=not requested.gpu and not is_set), overrides)
         return RunPlan(words, notes=_departures(words, config, gray=False, is_set=is_set))
     if requested.data.kind == "pairs":
         is_other = own_encoder or requested.encoder.name != config.encoder.name
         if config.encoder.name != "bag_of_subwords" or not is_other:
             return RunPlan(requested)
-        planned = override(of_other_encoder(config), overrides)
+        planned = override_pairs(of_other_encoder(config), overrides)
         return RunPlan(planned, notes=_changed_rate(planned, requested))
     size = requested.data.image_size if "data.image_size" in pairs else None
     gray, sources = requested.data.channels == 1, ()
@@ -102,33 +100,26 @@ def plan_run(
         images = [image for each in given for image in _first_images(each, columns)]
         size = size or _median_side(images)
         gray = gray or (size <= SMALL and _are_gray(images))
-    papers = build(image_size=size)
-    config = build(image_size=size, gray=gray, on_cpu=not requested.gpu and not is_set)
+    papers = recipe(run, image_size=size)
+    config = recipe(run, image_size=size, gray=gray, on_cpu=not requested.gpu and not is_set)
     if config.encoder != papers.encoder:
         config = config.model_copy(update={"precision": _precision_on_cpu(resumed)})
     if _is_papers_optimizer(pairs, config):
         config = config.model_copy(update={"optimizer": papers.optimizer, "stages": papers.stages})
-    config = override(config, overrides)
+    config = override_pairs(config, overrides)
     return RunPlan(config, sources, _departures(config, papers, gray=gray, is_set=is_set))
 
 
-def _recipe(name: str, *, own_encoder: bool, **options: Any) -> RunConfig:
-    """Return a recipe; a module of the user's, which takes images of any size, replaces the recipe's ViT."""
-    config = recipe(name, **options)
-    is_replaced = own_encoder and config.encoder.name in VITS
-    return config.model_copy(update={"encoder": EncoderConfig()}) if is_replaced else config
-
-
-def _requested(build: Callable[..., RunConfig], config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
+def _requested(run: str, config: RunConfig, overrides: Sequence[tuple[str, Any]]) -> RunConfig:
     """Override the settings of a recipe, whose images may be small or whose sentences may train without a GPU."""
     try:
-        return override(config, overrides)
+        return override_pairs(config, overrides)
     except ConfigError:
         if config.data.kind == "pairs":
             raise
         # Small images, and sentences without a GPU, have other defaults, on which these settings may act.
         with contextlib.suppress(ConfigError):
-            return override(build(image_size=SMALL, on_cpu=True), overrides)
+            return override_pairs(recipe(run, image_size=SMALL, on_cpu=True), overrides)
         raise
 
 
@@ -231,10 +222,11 @@ def _check_conflicts(flags: Mapping[str, Any], pairs: Mapping[str, Any]) -> None
             )
 
 
-def _check_own_encoder(paths: Iterable[str]) -> None:
-    """Refuse settings of the network that a module of the user's replaces."""
-    for path in paths:
-        if re.fullmatch(r"encoder\.(name|stem|width|kwargs(\..*)?)", path):
+def _check_own_encoder(pairs: Mapping[str, Any]) -> None:
+    """Refuse settings of the network that a module of the user's replaces, unless they have their defaults."""
+    default = {f"encoder.{name}": value for name, value in EncoderConfig()}
+    for path, value in pairs.items():
+        if re.fullmatch(r"encoder\.(stem|width|kwargs(\..*)?)", path) and value != default.get(path):
             raise ConfigError(
                 f"{path} acts only with a network that raycl builds by its name, and encoder= is another; remove it"
             )
@@ -294,15 +286,6 @@ def _first_images(data: "Source | ray.data.Dataset", columns: "ColumnNames") -> 
     return [value for table in tables for value in values_of(table, named)["image"]]
 
 
-def settings_of(settings: Settings) -> dict[str, Any]:
-    """Return settings by path; raises ``ConfigError`` for a string other than ``key.path=value``."""
-    found = dict[str, Any]()
-    for path, value in pairs_of(settings):
-        found.pop(path, None)  # the last one is applied last, after a section between the two
-        found[path] = value
-    return found
-
-
 _INVALID: dict[str, type] = {"data.max_invalid_fraction": float}
 # The settings of the commands without a run's configuration, beside the measures. All but ``sts`` have ``data.columns``
 # as well.
@@ -332,7 +315,7 @@ def command_settings(command: str, settings: Settings) -> dict[str, Any]:
     for name, kind in MEASURES.get(command, {}).items():
         kinds = {**kinds, "data.max_invalid_fraction" if name == "max_invalid_fraction" else name: kind}
     roles = [] if command == "sts" else [f"data.columns.{name}" for name in Columns.model_fields]
-    for path, value in settings_of(settings).items():
+    for path, value in pairs_of(settings):
         if path in kinds:
             check_type(path, value, kinds[path])
             found[path.removeprefix("data.")] = value

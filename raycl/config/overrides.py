@@ -84,11 +84,9 @@ def config_from_dict(
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it: a path, numbers of numpy or torch, or settings; raises ``TypeError`` for others."""
+    """Return a value as JSON has it: a path, or numbers of numpy or torch; raises ``TypeError`` for others."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if isinstance(value, Section):
-        return value.model_dump(mode="json")
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{value!r:.80} is {type(value).__name__}; give numbers, text and lists")
@@ -245,12 +243,17 @@ def _comments(section: type[Section]) -> dict[str, str]:
 def override(config: RunConfig, settings: Sequence[str] | Mapping[str, Any]) -> RunConfig:
     """Return the run with ``key.path=value`` settings replaced; values are YAML.
 
-    A mapping replaces the settings that it names, while a list and ``kwargs`` are replaced as a whole. Changing ``encoder.name`` clears ``encoder.kwargs``. Settings of ``config`` that no longer have an effect
-    return to their defaults. Raises ``ConfigError`` for an unknown key, a wrong type, an invalid value or a
-    setting that would have no effect.
+    A mapping replaces the settings that it names, while a list and ``kwargs`` are replaced as a whole. Changing
+    ``encoder.name`` clears ``encoder.kwargs``. Settings of ``config`` that no longer have an effect return to their
+    defaults. Raises ``ConfigError`` for an unknown key, a wrong type, an invalid value or a setting that would have no
+    effect.
     """
     check_type("config", config, RunConfig)
-    pairs = pairs_of(settings)
+    return override_pairs(config, pairs_of(settings))
+
+
+def override_pairs(config: RunConfig, pairs: Sequence[tuple[str, Any]]) -> RunConfig:
+    """Return the run with settings replaced one after another, each a path and a value; see ``override``."""
     if dict(pairs).get("recipe", config.recipe) != config.recipe:
         raise ConfigError(
             "recipe is the name of the run's recipe, no setting; start from the other one: raycl train NAME"
@@ -291,22 +294,33 @@ def pairs_of(settings: Sequence[str] | Mapping[str, Any]) -> list[tuple[str, Any
     if isinstance(settings, Mapping):
         for path in settings:
             check_type("a setting's path", path, str)
-        return [
-            (path, value.model_dump(mode="json") if isinstance(value, Section) else value)
-            for path, value in settings.items()
-        ]
+        return [(path, _without_sections(value)) for path, value in settings.items()]
     if not isinstance(settings, Iterable):
         raise ConfigError(f"settings must be a dict or a list of key.path=value, came {settings!r:.60}")
     return list(map(parse_setting, [settings] if isinstance(settings, str) else settings))
 
 
+def _without_sections(value: Any) -> Any:
+    """Return a value with its sections as mappings, also in lists and mappings."""
+    if isinstance(value, Section):
+        return value.model_dump(mode="json")
+    if isinstance(value, Mapping):
+        return {name: _without_sections(inner) for name, inner in value.items()}
+    return [_without_sections(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
 def flat_pairs(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield a pair for each setting of a mapping; a list and ``kwargs`` stay whole. Raises ``ConfigError``."""
+    """Yield a pair for each setting of a mapping; a list and ``kwargs`` stay whole. Raises ``ConfigError``.
+
+    The length of a stage, ``epochs`` or ``steps``, replaces the other one.
+    """
     for path, value in pairs:
         if not isinstance(value, dict) or ".kwargs." in f".{path}.":
             yield path, value
         elif value:
-            yield from flat_pairs((f"{path}.{name}", inner) for name, inner in value.items())
+            has_length = re.fullmatch(r"stages\.\d+", path) and (value.get("epochs") or value.get("steps"))
+            named = {"epochs": None, "steps": None} | value if has_length else value
+            yield from flat_pairs((f"{path}.{name}", inner) for name, inner in named.items())
         else:
             raise ConfigError(f"{path} is an empty mapping, which sets nothing; remove it")
 

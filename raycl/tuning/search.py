@@ -242,7 +242,7 @@ def tune_trials(
             scheduler=KeepingRecipe(len(rungs)),
             search_alg=BasicVariantGenerator(
                 points_to_evaluate=[{name: own[name] for name in space}],
-                max_concurrent=max(1, int(num_gpus) // config.workers),
+                max_concurrent=max(1, int(num_gpus) // config.workers_of(config.stages[0])),
                 random_state=config.seed,
             ),
         ),
