@@ -45,9 +45,8 @@ class OneDataSet(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Return the arguments that are left; raises ``ConfigError`` for a repeated option that has one value."""
-        remedies = dict.fromkeys(
-            ("data", "test", "train"), f"{ctx.info_name} takes one data set; run it once for each"
-        )
+        one_set = f"{ctx.info_name} takes one data set; run it once for each"
+        remedies = {"data": one_set, "test": one_set, "train": one_set}
         remedies["columns"] = "only one would count; separate the columns by commas"
         _, _, given = self.make_parser(ctx).parse_args(args=list(args))
         for option in given:
