@@ -21,7 +21,8 @@ class LossSpec:
         is_for_pairs: whether it is preferred for two towers.
         stored_negatives: whether it uses the rows of a queue or a memory bank.
         explicit_negatives: whether it uses negatives given with the queries.
-        guided: whether it masks the negatives that a guide finds nearer than the positive.
+        guided: whether it uses a guide: to mask the negatives that are nearer than the positive, or as a teacher.
+        taught: whether it requires a guide, whose similarities it learns.
         needs_batch: whether the other rows of the batch must be negatives.
         partition: whether it requires the partition function of each sample, or of each side of a pair.
         labels: whether it requires labels.
@@ -43,6 +44,7 @@ class LossSpec:
     stored_negatives: bool = False
     explicit_negatives: bool = False
     guided: bool = False
+    taught: bool = False
     needs_batch: bool = False
     partition: bool = False
     labels: bool = False
@@ -55,9 +57,10 @@ class LossSpec:
     settings: tuple[str, ...] = ("temperature",)
 
     def fits(self, *, key: str, pairs: bool, store: str, in_batch: bool) -> bool:
-        """Return whether the loss supports these sources of keys and negatives."""
+        """Return whether the loss supports these sources of keys and negatives, and needs no teacher."""
         return (
-            key in self.keys
+            not self.taught
+            and key in self.keys
             and (self.pairs or not pairs)
             and store in self.stores
             and (in_batch or not self.needs_batch)
@@ -103,6 +106,7 @@ class LossSettings:
     learns_keys: bool = True
     view_mean: str = "geometric"
     num_views: int = 2
+    teacher_temperature: float = 0.1
     proximal_weight: float = 0.0
     log_frequency: Any = None
     refines_logq: bool = False
@@ -186,6 +190,15 @@ LOSSES: dict[str, LossSpec] = {
         all_views=True,
         row_weights=True,
         settings=("temperature", "view_mean"),
+    ),
+    "distillation": LossSpec(
+        objective="raycl.losses.distillation:Distillation",
+        pairs=True,
+        guided=True,
+        taught=True,
+        needs_batch=True,
+        row_weights=True,
+        settings=("temperature", "teacher_temperature"),
     ),
     "nnclr": LossSpec(
         objective="raycl.losses.nnclr:Nnclr",

@@ -413,6 +413,23 @@ def plain_supcon(
     return weighted_mean(torch.stack(losses), weight)
 
 
+def plain_distillation(
+    queries: Tensor,
+    keys: Tensor,
+    temperature: Tensor,
+    teacher: tuple[Tensor, Tensor],
+    *,
+    teacher_temperature: float,
+    weight: Tensor | None = None,
+) -> Tensor:
+    """Compute the cross-entropy of the teacher's and the student's softmax, from queries to keys and back."""
+    of_rows, of_columns = (rows.to(queries) for rows in teacher)
+    of_teacher, of_student = of_rows @ of_columns.T / teacher_temperature, queries @ keys.T / temperature
+    ways = (of_teacher, of_student), (of_teacher.T, of_student.T)
+    rows = [-(right.softmax(1) * logits.log_softmax(1)).sum(1) for right, logits in ways]
+    return weighted_mean((rows[0] + rows[1]) / 2, weight)
+
+
 def plain_siglip(
     queries: Tensor,
     keys: Tensor,

@@ -24,6 +24,7 @@ def problems(run: "RunConfig") -> Iterator[str]:
         _check_key_encoders,
         _check_losses,
         _check_temperatures,
+        _check_teacher,
         _check_guide,
         _check_mined,
         _check_rollback,
@@ -378,15 +379,36 @@ def _problem_of_loss(run: "RunConfig", loss: str) -> str | None:
     return None
 
 
+_SIDES = {"sample_id": "query", "query_id": "query", "document_id": "document"}  # of a guide, by their ids
+
+
+def _check_teacher(run: "RunConfig") -> str | None:
+    if not any(LOSSES[stage.loss].taught for stage in run.stages):
+        return None
+    if why_inactive(run, "negatives.guide"):
+        return f"loss distillation needs negatives.guide, which data.kind {run.data.kind} cannot have; set another loss"
+    folders = run.negatives.guide.folders(run.data.kind)
+    missing = [f"negatives.guide.{_SIDES[name]}" for name, folder in folders.items() if folder is None]
+    return (
+        f"loss distillation needs the embeddings of a teacher; set {' and '.join(missing)}"
+        if missing
+        else None
+    )
+
+
 def _check_guide(run: "RunConfig") -> str | None:
     guide, store = run.negatives.guide, run.negatives.store
     given = guide.folders(run.data.kind)
-    missing = [name.removesuffix("_id") for name, folder in given.items() if folder is None]
+    missing = [_SIDES[name] for name, folder in given.items() if folder is None]
     if len(missing) == len(given) or why_inactive(run, "negatives.guide"):
         return None
     if missing:
         return f"negatives.guide has no folder of embeddings as {missing[0]}; give query and document, or neither"
-    if not run.has_two_towers and guide.margin <= 0:
+    if (
+        not run.has_two_towers
+        and guide.margin <= 0
+        and not all(LOSSES[stage.loss].taught for stage in run.stages)
+    ):
         return (
             f"negatives.guide masks nothing with negatives.guide.margin {guide.margin:g}: both views of a sample have one "
             "embedding, and no other is nearer; set it above 0, such as to 0.1"
@@ -402,7 +424,7 @@ def _check_guide(run: "RunConfig") -> str | None:
         )
     for stage in run.stages:
         if not LOSSES[stage.loss].guided:
-            guided = losses_that(lambda spec: spec.guided)
+            guided = losses_that(lambda spec: spec.guided and not spec.taught)
             return f"loss {stage.loss} cannot use negatives.guide; remove it, or set loss to {guided}"
         if stage.has_hinge:
             return (

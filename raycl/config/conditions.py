@@ -109,6 +109,10 @@ _GUIDED = Condition(
     "negatives.guide.query, and for pairs negatives.guide.document",
     lambda run, _: None not in run.negatives.guide.folders(run.data.kind).values(),
 )
+_MASKS = Condition(
+    "a stage with another loss than distillation",
+    lambda run, _: any(not LOSSES[stage.loss].taught for stage in run.stages),
+)
 _MARGIN = Condition("negatives.guide.margin other than 0", lambda run, _: run.negatives.guide.margin != 0)
 _HIDDEN_LAYERS = Condition(
     "projection_head.num_layers 2 or 3", lambda run, _: run.projection_head.num_layers > 1
@@ -243,8 +247,8 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
     ),
     "negatives.guide": (when("data.kind", "image", "text", "pairs"),),
     "negatives.guide.document": (_PAIRS,),
-    "negatives.guide.margin": (_GUIDED,),
-    "negatives.guide.margin_strategy": (_PAIRS, _GUIDED, _MARGIN),
+    "negatives.guide.margin": (_GUIDED, _MASKS),
+    "negatives.guide.margin_strategy": (_PAIRS, _GUIDED, _MASKS, _MARGIN),
     "negatives.mined": (_TEXTS, when("key", "tower")),
     **{
         f"negatives.mined.{name}": (_MINED,)
@@ -313,6 +317,7 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
         _when_loss_has("view_mean"),
         Condition("three or more views of a sample (augment.views)", lambda run, _: run.num_views > 2),
     ),
+    "stages.N.teacher_temperature": (_when_loss_has("teacher_temperature"),),
     "stages.N.margin": (_HINGE,),
     "stages.N.hardest_negative": (_HINGE,),
     "stages.N.hinge_weight": (_MIXES,),

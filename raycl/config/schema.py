@@ -450,7 +450,8 @@ class MomentumEncoderConfig(PoolConfig):
 
 @final
 class GuideConfig(Section):
-    """Embeddings by another encoder, which masks the negatives that it finds nearer than the positive (Solatorio, 2024).
+    """Embeddings by another encoder, which masks the negatives that it finds nearer than the positive (Solatorio, 2024),
+    or is the teacher of ``distillation``.
 
     They are folders of parquet files with the columns ``query_id`` or ``document_id``, or ``sample_id`` of images and
     sentences, and ``representation``, as ``raycl embed`` writes them.

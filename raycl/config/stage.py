@@ -57,7 +57,8 @@ class Stage(Section):
     et al., 2022; of pairs: Wei et al., 2024), ``info_nce``, ``nce`` (Wu et al., 2018), ``hinge``,
     ``siglip`` (Zhai et al., 2023), ``supcon``, whose positives are all samples of a class (Khosla et al., 2020),
     ``poly_view``, of all views of a sample at once (Shidani et al., 2024), ``nnclr``, whose positives are the nearest
-    rows of a queue (Dwibedi et al., 2021),
+    rows of a queue (Dwibedi et al., 2021), ``distillation``, which learns the similarities of a teacher
+    (``negatives.guide``; Fang et al., 2021),
     or ``clip``, which classifies queries among keys and keys among queries (Radford et al., 2021).
     """
 
@@ -77,6 +78,9 @@ class Stage(Section):
     """Mean of ``poly_view`` over the probabilities of the other views of a sample; ``arithmetic`` tolerates a view that
     is far from the others.
     """
+
+    teacher_temperature: Positive = 0.1
+    """Divisor of the teacher's cosines in ``distillation``; a low one leaves the nearest samples only."""
 
     margin: Positive = 0.2
     """Margin of the hinge, in cosine; 0.2 as in VSE++ (Faghri et al., 2018)."""

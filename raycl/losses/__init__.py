@@ -2,6 +2,7 @@
 
 from raycl.losses.clip import clip
 from raycl.losses.dcl import dcl
+from raycl.losses.distillation import distillation
 from raycl.losses.gcl import gcl
 from raycl.losses.hinge import hinge
 from raycl.losses.info_nce import info_nce
@@ -17,6 +18,7 @@ __all__ = [
     "NormalizingConstant",
     "clip",
     "dcl",
+    "distillation",
     "gcl",
     "hinge",
     "info_nce",

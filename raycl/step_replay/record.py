@@ -109,7 +109,7 @@ def check_repeatable(run: RecordedRun, trusted: Collection[str] | None = None) -
         and not run.has_address,
         "a pool of actors encoded its keys with weights of other steps": config.uses_key_pool,
         "its negatives were mined during training, at times that depend on the cluster": config.negatives.mined.num,
-        "a guide masks its negatives, which replay does not read": config.negatives.guide.query is not None,
+        "it has a guide, whose embeddings replay does not read": config.negatives.guide.query is not None,
         f"actors hold its {config.negatives.store}, whose rows replay does not read": (
             config.negatives.has_slots and config.bank.location == "actor"
         ),

@@ -173,6 +173,7 @@ class TrainState:
             learns_keys=config.key == "tower",
             view_mean=stage.view_mean,
             num_views=config.num_views,
+            teacher_temperature=stage.teacher_temperature,
             proximal_weight=stage.proximal_weight,
             log_frequency=None if correction == "none" else frequencies,
             refines_logq=correction == "refined",

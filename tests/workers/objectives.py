@@ -8,7 +8,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -29,6 +29,7 @@ from tests.plain_losses import (
     are_nearer,
     plain_bidirectional,
     plain_dcl,
+    plain_distillation,
     plain_gcl,
     plain_gcl_of_pairs,
     plain_hinge,
@@ -214,6 +215,26 @@ def _info_nce_guided_views(batch: Batch, **margin: Any) -> Tensor:
     return plain_info_nce(*rows, ids=ids, nearer=nearer, weight=batch.weight)
 
 
+def _distillation(batch: Batch, *, of_samples: bool) -> Tensor:
+    query, key, _ = batch.guide
+    rows = batch.query, batch.key, batch.temperature, (query, query if of_samples else key)
+    return plain_distillation(*rows, teacher_temperature=0.1, weight=batch.weight)
+
+
+def _distillation_case(*, of_samples: bool) -> Case:
+    sides = ("query",) if of_samples else ("query", "document")
+    return Case(
+        loss="distillation",
+        plain=partial(_distillation, of_samples=of_samples),
+        settings={"teacher_temperature": 0.1},
+        pairs=not of_samples,
+        no_ring=GATHERS,
+        recipe="simclr" if of_samples else "two_tower",
+        guide={},
+        run={f"negatives.guide.{side}": f"guide/{side}" for side in sides},
+    )
+
+
 def _siglip(batch: Batch) -> Tensor:
     rows = batch.query, batch.key, batch.temperature, batch.bias
     return plain_siglip(*rows, pair_ids=batch.pair_ids, weight=batch.weight)
@@ -346,6 +367,8 @@ CASES = {
         run={"negatives.guide.query": "guide", "negatives.guide.margin": 0.7},
     ),
     "info_nce of pairs, guide": _guided_case("info_nce", _info_nce_guided, margin=0.1, strategy="relative"),
+    "distillation": _distillation_case(of_samples=True),
+    "distillation of pairs": _distillation_case(of_samples=False),
     "siglip": Case(loss="siglip", plain=_siglip, pairs=True, recipe="two_tower"),
     "dcl": Case(loss="dcl", plain=of_views(plain_dcl)),
     "dclw": Case(loss="dclw", plain=of_views(plain_dcl, sigma=0.5)),

@@ -1,0 +1,56 @@
+"""The embeddings of sentences by a model of Hugging Face, as a teacher or a guide of ``raycl train``.
+
+    python benchmarks/teacher.py --data FILE --model FOLDER --output FOLDER [--column text] [--rows-per-file 65536]
+
+FOLDER of the model holds a tokenizer too, such as all-MiniLM-L6-v2. The embedding of a sentence is the mean over its
+tokens, computed in bfloat16. Sentences have the numbers of their rows as ``sample_id``, as in a run without a column of
+ids. The output is read by ``negatives.guide.query``.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import torch.nn.functional as F
+from measuring import make_parser
+from torch import Tensor
+from transformers import AutoModel, AutoTokenizer
+
+BATCH, MAX_TOKENS = 256, 128
+
+
+@torch.inference_mode()
+def embed(model: torch.nn.Module, tokenizer: Any, texts: list[str]) -> Tensor:
+    """Return the mean over tokens of each text, of unit length, [num_texts, dim]."""
+    tokens = tokenizer(texts, padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt")
+    values, mask = model(**tokens).last_hidden_state.float(), tokens["attention_mask"][..., None]
+    return F.normalize((values * mask).sum(1) / mask.sum(1), dim=1)
+
+
+def main() -> None:
+    parser = make_parser(__doc__, data=Path, model=Path, output=Path, column="text", rows_per_file=65_536)
+    options = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model = AutoModel.from_pretrained(options.model).eval().to(torch.bfloat16)
+    texts = pq.read_table(options.data, columns=[options.column])[options.column].to_pylist()
+    options.output.mkdir(parents=True)
+    began = time.monotonic()
+    for first in range(0, len(texts), options.rows_per_file):
+        rows = texts[first : first + options.rows_per_file]
+        order = np.argsort([len(row) for row in rows], kind="stable")  # texts of one length need no padding
+        found = np.empty((len(rows), model.config.hidden_size), np.float16)
+        for at in range(0, len(rows), BATCH):
+            chosen = order[at : at + BATCH]
+            found[chosen] = embed(model, tokenizer, [rows[place] for place in chosen])
+        ids = np.arange(first, first + len(rows))
+        table = pa.table({"sample_id": ids, "representation": list(found)})
+        pq.write_table(table, options.output / f"{first:09d}.parquet")
+        print(f"{first + len(rows):,} of {len(texts):,} texts, {time.monotonic() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

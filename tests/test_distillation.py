@@ -1,0 +1,97 @@
+"""The loss of a student and its teacher; tests/workers/test_objectives.py compares it with the plain formula."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from raycl.config.overrides import override
+from raycl.errors import ConfigError
+from raycl.losses import distillation
+from raycl.losses.guide import Guide
+from raycl.recipes import recipe
+from tests.embeddings import make_views
+from tests.gradients import assert_close, leaves, value_and_gradients
+from tests.plain_losses import plain_distillation
+
+QUERY, KEY = make_views(40, 6)
+
+
+def test_a_student_as_near_as_its_teacher_has_no_gradient() -> None:
+    query, key = leaves(QUERY, KEY, dtype=torch.float64)
+    teacher = Guide.of(QUERY.double(), KEY.double())
+    _, *gradients = value_and_gradients(
+        distillation(query, key, teacher, temperature=0.2, teacher_temperature=0.2), [query, key]
+    )
+    assert max(float(each.abs().max()) for each in gradients) < 1e-12
+
+
+def test_the_learned_temperature_has_the_gradient_of_the_formula() -> None:
+    teacher, temperature = make_views(40, 9, seed=3), torch.tensor(0.3)
+    inputs = query, key, heat = leaves(QUERY, KEY, temperature, dtype=torch.float64)
+    value = distillation(query, key, Guide.of(*teacher), temperature=heat, teacher_temperature=0.1)
+    plain = plain_distillation(query, key, heat, teacher, teacher_temperature=0.1)
+    assert_close(value_and_gradients(value, inputs), value_and_gradients(plain, inputs), 1e-7)
+
+
+def test_half_precision_of_the_student_and_its_teacher_is_computed_in_float32() -> None:
+    teacher = make_views(40, 9, seed=3)
+    settings: dict[str, Any] = {"temperature": 0.1, "teacher_temperature": 0.1}
+    half = distillation(QUERY.half(), KEY.half(), Guide.of(*(each.half() for each in teacher)), **settings)
+    assert half.dtype == torch.float32
+    assert half.item() == pytest.approx(
+        distillation(QUERY, KEY, Guide.of(*teacher), **settings).item(), rel=1e-2
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"teacher_temperature": 0.0}, "the teacher's temperature must be above 0, got 0; give 0.1"),
+        ({"temperature": -1.0}, "the temperature must be above 0, got -1"),
+        ({"teacher": Guide.of(QUERY[:3], KEY[:3])}, "the guide has 3 queries, 3 keys and 0 negatives"),
+        ({"offset": 1}, "this worker's rows lie outside the gathered rows"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    arguments = {"teacher": Guide.of(QUERY, KEY), "temperature": 0.1, "teacher_temperature": 0.1} | changes
+    with pytest.raises(ConfigError, match=message):
+        distillation(QUERY, KEY, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("simcse", {}, "distillation needs the embeddings of a teacher; set negatives.guide.query$"),
+        (
+            "two_tower",
+            {"negatives.explicit": False},
+            "set negatives.guide.query and negatives.guide.document$",
+        ),
+        ("clip", {}, "needs negatives.guide, which data.kind image_text cannot have; set another loss"),
+        ("moco_v2", {"negatives.guide.query": "teacher"}, "distillation is incompatible with key momentum_encoder"),
+        (
+            "simcse",
+            {"negatives.guide.query": "teacher", "negatives.guide.margin": 0.1},
+            "guide.margin acts only with a stage with another loss than distillation",
+        ),
+    ],
+)  # fmt: skip
+def test_a_run_without_a_fitting_teacher_is_refused(
+    name: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        override(recipe(name, image_size=32), {"stages.0.loss": "distillation", **settings})
+
+
+def test_a_teacher_may_mask_negatives_in_another_stage() -> None:
+    config = override(
+        recipe("simcse"),
+        {
+            "negatives.guide.query": "teacher",
+            "negatives.guide.margin": 0.1,
+            "stages.0.loss": "distillation",
+            "stages.1.loss": "info_nce",
+        },
+    )
+    assert [stage.loss for stage in config.stages] == ["distillation", "info_nce"]
