@@ -3,10 +3,11 @@
     python benchmarks/teacher.py --data FILE --model FOLDER --output FOLDER [--column text] [--rows-per-file 65536]
 
 FOLDER of the model holds a tokenizer too, such as all-MiniLM-L6-v2. The embedding of a sentence is the mean over its
-tokens, computed in bfloat16. Sentences have the numbers of their rows as ``sample_id``, as in a run without a column of
-ids. The output is read by ``negatives.guide.query``.
+tokens, computed in bfloat16. Sentences have the ids of the column ``sample_id``, or the numbers of their rows, as in a
+run. The output is read by ``negatives.guide.query``.
 """
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,13 @@ def main() -> None:
     options = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = AutoModel.from_pretrained(options.model).eval().to(torch.bfloat16)
-    texts = pq.read_table(options.data, columns=[options.column])[options.column].to_pylist()
+    rows_of_data = pq.read_table(options.data)
+    texts = [text or "" for text in rows_of_data[options.column].to_pylist()]
+    if not all(isinstance(text, str) for text in texts):
+        sys.exit(
+            f"{options.column} must hold one text in each row; give the file from before the texts were grouped"
+        )
+    ids = np.arange(len(texts)) if "sample_id" not in rows_of_data.column_names else rows_of_data["sample_id"]
     options.output.mkdir(parents=True)
     began = time.monotonic()
     for first in range(0, len(texts), options.rows_per_file):
@@ -46,8 +53,8 @@ def main() -> None:
         for at in range(0, len(rows), BATCH):
             chosen = order[at : at + BATCH]
             found[chosen] = embed(model, tokenizer, [rows[place] for place in chosen])
-        ids = np.arange(first, first + len(rows))
-        table = pa.table({"sample_id": ids, "representation": list(found)})
+        own_ids = ids[first : first + len(rows)]
+        table = pa.table({"sample_id": own_ids, "representation": list(found)})
         pq.write_table(table, options.output / f"{first:09d}.parquet")
         print(f"{first + len(rows):,} of {len(texts):,} texts, {time.monotonic() - began:.0f} s", flush=True)
 

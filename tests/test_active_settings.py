@@ -264,6 +264,9 @@ RUNS = {
         **{"projection_head.hidden_dim": 16, "prediction_head.hidden_dim": 16, "negatives.capacity": 512},
     ),
     "simcse": lambda: text_run("simcse"),
+    "student": lambda: override(
+        text_run("simcse"), {"stages.0.loss": "distillation", "negatives.guide.query": "teacher"}
+    ),
     "two_tower": lambda: text_run("two_tower"),
     "two_tower with siglip": lambda: override(
         text_run("two_tower"), {"stages.0.loss": "siglip", "negatives.explicit": False}
@@ -400,6 +403,7 @@ REFUSED_VALUES = {
     "sogclr": f"{NOT_IN_BATCH} negatives.store stages.0.loss stages.0.matryoshka_dims",
     "nnclr": f"{NOT_IN_BATCH} negatives.store",
     "simcse": f"{NOT_IN_BATCH} encoder.name projection_head.dim",
+    "student": f"{NOT_IN_BATCH} encoder.name projection_head.dim negatives.store stages.0.loss",
     "two_tower": f"{NOT_IN_BATCH} encoder.name projection_head.dim",
     "two_tower with siglip": (
         f"{NOT_IN_BATCH} encoder.name projection_head.dim negatives.explicit negatives.store"

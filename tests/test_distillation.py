@@ -84,6 +84,18 @@ def test_a_run_without_a_fitting_teacher_is_refused(
         override(recipe(name, image_size=32), {"stages.0.loss": "distillation", **settings})
 
 
+def test_a_stage_that_cannot_use_the_teacher_is_refused_with_a_working_remedy() -> None:
+    settings = {
+        "negatives.guide.query": "teacher",
+        "stages.0.loss": "distillation",
+        "stages.1.loss": "nt_xent",
+    }
+    with pytest.raises(
+        ConfigError, match="nt_xent cannot use negatives.guide; set loss to info_nce or clip$"
+    ):
+        override(recipe("simcse"), settings)
+
+
 def test_a_teacher_may_mask_negatives_in_another_stage() -> None:
     config = override(
         recipe("simcse"),

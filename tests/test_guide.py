@@ -421,7 +421,7 @@ FOLDERS = {"negatives.guide.query": "guide/queries", "negatives.guide.document":
         ),
         (
             {"stages.0.loss": "hinge"},
-            "loss hinge cannot use negatives.guide; remove it, or set loss to info_nce or clip",
+            "loss hinge cannot use negatives.guide; set loss to info_nce or clip, or remove negatives.guide",
         ),
         ({"stages.0.loss": "siglip", "negatives.explicit": False}, "loss siglip cannot use negatives.guide"),
         ({"stages.0.hinge_weight": 0.5}, "negatives.guide masks no negatives of a hinge; set hinge_weight=0"),
@@ -436,7 +436,7 @@ def test_settings_that_a_guide_excludes_are_refused(settings: dict[str, Any], me
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("simclr", {}, "loss nt_xent cannot use negatives.guide; remove it, or set loss to info_nce or clip"),
+        ("simclr", {}, "loss nt_xent cannot use negatives.guide; set loss to info_nce or clip, or remove negatives.guide"),
         (
             "simcse",
             {"negatives.guide.margin": 0.0},

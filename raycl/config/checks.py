@@ -404,11 +404,13 @@ def _check_guide(run: "RunConfig") -> str | None:
         return None
     if missing:
         return f"negatives.guide has no folder of embeddings as {missing[0]}; give query and document, or neither"
-    if (
-        not run.has_two_towers
-        and guide.margin <= 0
-        and not all(LOSSES[stage.loss].taught for stage in run.stages)
-    ):
+    taught = [LOSSES[stage.loss].taught for stage in run.stages]
+    or_remove = "" if any(taught) else ", or remove negatives.guide"
+    unguided = [stage.loss for stage in run.stages if not LOSSES[stage.loss].guided]
+    if unguided:
+        guided = losses_that(lambda spec: spec.guided and not spec.taught)
+        return f"loss {unguided[0]} cannot use negatives.guide; set loss to {guided}{or_remove}"
+    if not run.has_two_towers and guide.margin <= 0 and not all(taught):
         return (
             f"negatives.guide masks nothing with negatives.guide.margin {guide.margin:g}: both views of a sample have one "
             "embedding, and no other is nearer; set it above 0, such as to 0.1"
@@ -416,16 +418,13 @@ def _check_guide(run: "RunConfig") -> str | None:
     if not run.has_two_towers and run.negatives.mined.num > 0:
         return (
             f"negatives.guide has no embeddings of mined negatives of data.kind {run.data.kind}, got "
-            f"negatives.mined.num {run.negatives.mined.num}; set it to 0, or remove negatives.guide"
+            f"negatives.mined.num {run.negatives.mined.num}; set it to 0{or_remove}"
         )
     if store != "none":
         return (
             f"negatives.guide has no embeddings of stored keys, got negatives.store {store}; set it to none"
         )
     for stage in run.stages:
-        if not LOSSES[stage.loss].guided:
-            guided = losses_that(lambda spec: spec.guided and not spec.taught)
-            return f"loss {stage.loss} cannot use negatives.guide; remove it, or set loss to {guided}"
         if stage.has_hinge:
             return (
                 "negatives.guide masks no negatives of a hinge; set hinge_weight=0, or remove negatives.guide"

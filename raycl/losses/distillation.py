@@ -1,6 +1,5 @@
 """Distillation: the similarities of a teacher are the targets of a student (SEED: Fang et al., 2021)."""
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -140,5 +139,5 @@ class Distillation:
         return distillation(query, key, stored.guide, **settings, weight=ids.weight)
 
     def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
-        """Return the logarithm of the number of candidates."""
-        return math.log(batch_size)
+        """Return None: a teacher that finds all rows equally near has this loss too."""
+        return None

@@ -447,8 +447,8 @@ def check_same_data(output: Place, now: dict[str, Any]) -> None:
         )
     if before.get("classes") and now.get("classes") is None:  # older versions read 1.0 in CSV as a name
         raise ConfigError(
-            f"the run began with names of classes, and {now['data'] or 'the dataset'} has none now; give the same data, or "
-            "another --output"
+            f"the run began with names of classes, and {now['data'] or 'the dataset'} has none now (an earlier version read "
+            "1.0 in CSV as a name); give the same data, or another --output"
         )
     if before["streamed"] != now["streamed"]:
         raise ConfigError(

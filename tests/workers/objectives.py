@@ -501,7 +501,7 @@ def on_a_worker(rank: int, num_workers: int, name: str, setup: Setup) -> tuple[l
         stored = StoreBatch(negatives=inputs[5], negative_id=ids["queue"])
     stored = stored.for_batch(batch, inputs[4][explicit] if has_explicit else None)
     objective = build_objective(case, inputs[2], inputs[3])
-    rooms = ("softmax", "siglip", "hinge", "nce", "clip", "ring")
+    rooms = ("softmax", "siglip", "hinge", "nce", "clip", "ring", "distillation")
     tiles = tiny_tiles_in(*rooms) if setup.tiny_tiles else contextlib.nullcontext()
     limit = patch.object(collectives, "MAX_GATHERED_BYTES", 0 if setup.by_ring else 2**60)
     with tiles, limit, patch.object(collectives, "RingTransfer", wraps=RingTransfer) as transfers:
