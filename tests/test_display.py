@@ -166,7 +166,7 @@ def test_neighbor_ids_and_steps_are_shown_without_separators() -> None:
 def test_the_displayed_settings_reproduce_the_configuration(name: str, image_size: int) -> None:
     config = recipe(name, image_size=image_size)
     facts = dict(config.to_table().facts)
-    blank = RunConfig(recipe="blank", stages=(Stage(epochs=1),))
+    blank = RunConfig(recipe=name, stages=(Stage(epochs=1),))
     assert override(blank, {"stages.0.epochs": config.stages[0].epochs} | facts) == config
     assert len(facts) < len(flatten(config.model_dump())) / 2
 

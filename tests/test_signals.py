@@ -72,5 +72,5 @@ def test_heartbeats_and_stops_survive_every_error_of_ray(
         assert stop_requested.wait(10)
     coordinator.request_stop = coordinator.progress = SimpleNamespace(remote=lambda: error)
     assert GracefulShutdown(coordinator, Place(str(tmp_path))).request_stop() == 0.0
-    job: Any = SimpleNamespace(coordinator=coordinator, failure=None)
+    job: Any = SimpleNamespace(coordinator=coordinator, failure=None, output=Place(str(tmp_path)))
     assert lose_group(job, "no node", started=100.0).time == 100.0

@@ -310,12 +310,12 @@ def _without_sections(value: Any) -> Any:
 
 
 def flat_pairs(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield a pair for each setting of a mapping; a list and ``kwargs`` stay whole. Raises ``ConfigError``.
+    """Yield a pair for each setting of a section's mapping; other values stay whole. Raises ``ConfigError``.
 
     The length of a stage, ``epochs`` or ``steps``, replaces the other one.
     """
     for path, value in pairs:
-        if not isinstance(value, dict) or ".kwargs." in f".{path}.":
+        if not isinstance(value, dict) or not _is_section(path):
             yield path, value
         elif value:
             has_length = re.fullmatch(r"stages\.\d+", path) and (value.get("epochs") or value.get("steps"))
@@ -323,6 +323,15 @@ def flat_pairs(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
             yield from flat_pairs((f"{path}.{name}", inner) for name, inner in named.items())
         else:
             raise ConfigError(f"{path} is an empty mapping, which sets nothing; remove it")
+
+
+def _is_section(path: str) -> bool:
+    """Return whether a path is one of a section, or of an entry of a list of them."""
+    section: Any = RunConfig
+    for part in path.split("."):
+        if not part.isdecimal():
+            section = _section_at(section, part) if section and part in section.model_fields else None
+    return section is not None
 
 
 def parse_setting(setting: str) -> tuple[str, Any]:
