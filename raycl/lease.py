@@ -25,7 +25,7 @@ from typing import Self, final
 from raycl.errors import ConfigError, RunError, StorageError
 from raycl.provenance import this_command
 from raycl.records import CONFIG
-from raycl.storage import Place, absolute
+from raycl.storage import Place, absolute, is_in_copy_of_job
 
 RENEW_S = 15.0
 DEAD_S = 60.0  # since the last renewal, by the clock of the storage
@@ -223,8 +223,7 @@ def writing(output: Place, *, is_file: bool = False) -> Iterator[Lease]:
 def writing_new(output: str, *, is_file: bool = False) -> Iterator[Place]:
     """Hold the lease of a new output; a failure removes the output.
 
-    Raises as ``writing`` does, ``StorageError`` if the output exists, and ``RunError`` if another process
-    took over.
+    Raises as ``writing`` and ``check_absent`` do, and ``RunError`` if another process took over.
     """
     place = Place(absolute(output))
     check_absent(output)
@@ -260,9 +259,22 @@ def is_claim(name: str) -> bool:
     return name.lstrip(".").startswith(_CLAIM[1:])
 
 
+def check_is_kept(output: Place) -> None:
+    """Raise ``ConfigError`` if Ray would delete the output after the job."""
+    if output.is_local and is_in_copy_of_job(output.uri):
+        raise ConfigError(
+            f"{output} lies in Ray's copy of the submitted folder, which Ray deletes after the job; give an absolute path "
+            "as --output, in a folder that all nodes share, or s3://BUCKET/PREFIX"
+        )
+
+
 def check_absent(output: str) -> None:
-    """Raise ``StorageError`` if the output exists, unless it is an empty folder or has a writer."""
+    """Raise ``StorageError`` if the output exists, unless it is an empty folder or has a writer.
+
+    Raises ``ConfigError`` if Ray would delete it after the job.
+    """
     place = Place(absolute(output))
+    check_is_kept(place)
     if place.exists() and not (
         place.is_folder() and (_is_empty(place) or any(map(is_claim, place.written_at())))
     ):

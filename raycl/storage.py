@@ -401,6 +401,11 @@ def absolute(uri: str | os.PathLike[str]) -> str:
     return text if "://" in text else str(Path(os.path.expanduser(text)).absolute())
 
 
+def is_in_copy_of_job(path: str) -> bool:
+    """Whether an absolute path lies in Ray's copy of a submitted folder, which Ray deletes after the job."""
+    return "working_dir_files" in path.split("/")
+
+
 def repeated(uris: Iterable[str]) -> str | None:
     """Return an address that is given twice, also as another path or with a slash at its end; None without one."""
     places = [absolute(each).rstrip("/") for each in uris]

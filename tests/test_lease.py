@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -316,6 +317,29 @@ def test_only_one_run_per_output_is_admitted(tmp_path: Path) -> None:
                 validate_run(config, output=str(tmp_path / "run"), resume=resume),
             ):
                 raise AssertionError("two at once")
+
+
+def test_an_output_in_the_copy_of_a_submitted_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray deletes the copy, and the job that continues the run has another one."""
+    folder = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_0123"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    refused = (
+        re.escape(f"{folder}/runs/first lies in Ray's copy of the submitted folder")
+        + ".*absolute path.*s3://"
+    )
+    for writes in (
+        validate_run(raycl.recipe("simclr"), output="runs/first", resume=True),
+        writing_new("runs/first"),
+        writing_new("runs/first", is_file=True),
+    ):
+        with pytest.raises(ConfigError, match=refused), writes:
+            raise AssertionError("written")
+    assert not list(folder.iterdir())
+    with writing_new(str(tmp_path / "kept")) as place:
+        assert place.is_folder()
 
 
 def test_a_process_without_its_lease_writes_no_metrics(tmp_path: Path) -> None:

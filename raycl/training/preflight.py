@@ -23,11 +23,11 @@ from raycl.data.sampler import batch_counts
 from raycl.data.sources import Source
 from raycl.errors import ConfigError, DataError
 from raycl.gpus import are_missing, check_gpus
-from raycl.lease import Lease, writing
+from raycl.lease import Lease, check_is_kept, writing
 from raycl.models.registry import HUGGING_FACE, SPEC, TOKENIZER, check_encoder_name
 from raycl.provenance import save_command_line
 from raycl.records import CONFIG, DATA, read_object, write_result
-from raycl.storage import Place, absolute, repeated
+from raycl.storage import Place, absolute, is_in_copy_of_job, repeated
 from raycl.tokenization import Vocabulary
 from raycl.tracking.trackers import check_trackers
 
@@ -44,7 +44,6 @@ MAY_CHANGE = re.compile(
 _HASHED = re.compile(
     r"stages\.\d+\.(chunk_size|cached_chunks|activation_checkpoint_every)|data\.max_invalid_fraction|bank\.name"
 )
-_OF_A_JOB = "working_dir_files"  # in the path of a copy of a folder that was submitted to Ray
 # These may be changed, but not added or removed.
 _ADDRESSES = re.compile(r"negatives\.guide\.(query|document)|text\.corpus")
 
@@ -86,6 +85,7 @@ def validate_run(
     if config.data.cache == "stream":
         check_streamed(config)
     place = Place(absolute(output))
+    check_is_kept(place)
     is_new = not (place / CONFIG).exists()
     if is_new:  # runs of older versions may lie in the data
         check_output_is_outside(output, data)
@@ -122,7 +122,7 @@ def with_absolute_model(config: RunConfig) -> RunConfig:
     if not (config.has_texts and encoder.name.startswith(HUGGING_FACE)):
         return config
     path = absolute(encoder.name.removeprefix(HUGGING_FACE))
-    if _OF_A_JOB in path.split("/"):
+    if is_in_copy_of_job(path):
         return config
     name = HUGGING_FACE + path
     return config.model_copy(update={section: encoder.model_copy(update={"name": name})})
