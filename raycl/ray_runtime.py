@@ -100,11 +100,7 @@ def connect(address: str | None = None, *, debug: bool = False) -> bool:
     else:
         where = wanted if wanted in here else _reachable(wanted)
     if where in here:
-        # A Ray started by ray.init asks for this user's token. Ray uses it for the cluster that it finds
-        # itself, but cannot be given one of several.
-        if not debug:
-            logging.getLogger(tokens.__name__).setLevel(logging.ERROR)
-        tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+        _use_own_token(debug=debug)
     init_ray(where, debug=debug)
     return True
 
@@ -119,8 +115,8 @@ def ambiguous_rays(address: str | None = None) -> list[str]:
 def init_ray(address: str, *, debug: bool = False, quiet_core: bool = False) -> str | None:
     """Join the cluster at ``address``, or start one on this machine if it is ``local``.
 
-    A cluster started here listens on the loopback only, and asks for this user's token. ``quiet_core``
-    keeps the log of Ray's core off stderr, for short commands: it would say why Ray ended a process.
+    A cluster started here listens on the loopback only, and asks for this user's token, which is used to join
+    it. ``quiet_core`` keeps the log of Ray's core off stderr, for short commands: it would say why Ray ended a process.
     Returns host and port of the cluster's dashboard, if it has one. Raises ``RunError``.
     """
     global _own_node
@@ -132,9 +128,12 @@ def init_ray(address: str, *, debug: bool = False, quiet_core: bool = False) -> 
     elif _HOST_AND_PORT.fullmatch(address):
         _check_that_it_answers(address)
     defaults = _OF_OWN_RAY if address == "local" else {}
+    is_on_loopback = address.startswith(_LOOPBACK) and address in _running_here()
+    if is_on_loopback:  # another process started it
+        _use_own_token(debug=debug)
     try:
         with contextlib.ExitStack() as stack:
-            if address == "local" or (address.startswith(_LOOPBACK) and address in _running_here()):
+            if address == "local" or is_on_loopback:
                 # Ray replaces the loopback by the network's address, even if asked for the loopback, unless
                 # this constant says that this machine does not belong to a cluster.
                 stack.enter_context(_replaced(ray_constants, "ENABLE_RAY_CLUSTER", False))
@@ -466,6 +465,17 @@ def _keeping_sigterm() -> Iterator[None]:
             yield
     finally:
         signal.signal(signal.SIGTERM, handler)  # Ray's core has put its own beneath Python's
+
+
+def _use_own_token(*, debug: bool) -> None:
+    """Join a Ray of this machine with this user's token, unless RAY_AUTH_MODE is set.
+
+    A Ray started by ``ray.init`` asks for it. Ray uses it for the cluster that it finds itself, but not for a
+    given address.
+    """
+    if not debug:
+        logging.getLogger(tokens.__name__).setLevel(logging.ERROR)
+    tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 def _keep_token_private() -> None:

@@ -25,6 +25,7 @@ from raycl.negatives import bank
 from raycl.ray_runtime import (
     _START_TIMEOUT,
     connect,
+    connect_cluster,
     cpus_for_a_worker,
     init_ray,
     prestart_ray,
@@ -78,6 +79,28 @@ def test_a_cluster_without_cpus_is_refused_unless_one_comes(
     monkeypatch.setattr(ray_runtime.ray, "cluster_resources", lambda: {"CPU": 1.0})
     wait_for_cpu()
     assert len(asked) == 4
+
+
+@pytest.mark.parametrize(
+    ("address", "is_used"),
+    [("127.0.0.1:1", True), ("localhost:1", True), ("127.0.0.1:2", False), ("10.0.0.1:1", False)],
+)
+def test_the_ray_of_another_command_on_this_machine_is_joined_with_the_users_token(
+    address: str, is_used: bool, fake_init: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = list[str]()
+    monkeypatch.setattr(ray_runtime, "_running_here", lambda: frozenset({"127.0.0.1:1", "10.0.0.1:1"}))
+    monkeypatch.setattr(
+        ray_runtime.tokens, "maybe_enable_token_auth_if_token_available", lambda **_: calls.append("token")
+    )
+
+    def init() -> Any:
+        calls.append("init")
+        return JOINED
+
+    fake_init(init)
+    connect_cluster(address)
+    assert calls == ["token", "init"][not is_used :]
 
 
 @pytest.mark.parametrize(
