@@ -54,6 +54,8 @@ _CONNECT_TIMEOUT_S = 5.0
 _LOOPBACK = "127.0.0.1:"
 _HOST_AND_PORT = re.compile(r"[^/]+:[0-9]+")
 NEW_NODE_S = 900.0  # limit for a new node to start, including its installation
+_ADD_CPUS = "add a node with CPUs"
+_OR_GROW = "or set autoscaling=true if the cluster will grow"
 _own_node: Node | None = None  # of the Ray that this module started last
 _START_TIMEOUT = "timed out during startup"  # Ray raises a plain Exception with this text after 30 s
 
@@ -206,9 +208,10 @@ def check_resources(
     need, num_cpus = workers * cpus_per_worker + spare_cpus, have.get("CPU", 0.0)
     if need > num_cpus:
         for_workers = ["lower --workers", "set cpus_per_worker"] if spare_cpus < num_cpus else []
+        ways = [*for_workers, *remedies] if num_cpus else [_ADD_CPUS]
         raise ConfigError(
             f"{workers} workers with {cpus_per_worker:g} CPUs each and {spare_cpus:g} for other tasks need {need:g} CPUs, "
-            f"the cluster has {num_cpus:g}; {', '.join([*for_workers, *remedies])}, or set autoscaling=true if the cluster will grow"
+            f"the cluster has {num_cpus:g}; {', '.join(ways)}, {_OR_GROW}"
         )
 
 

@@ -24,6 +24,7 @@ from raycl.errors import ConfigError, RunError
 from raycl.negatives import bank
 from raycl.ray_runtime import (
     _START_TIMEOUT,
+    check_resources,
     connect,
     connect_cluster,
     cpus_for_a_worker,
@@ -395,6 +396,25 @@ def test_rays_core_is_silenced_only_in_this_process_and_not_while_debugging(
     lines = capfd.readouterr().err.splitlines()
     assert ("logging.cc:303: Set ray log level" in lines) is debug
     assert lines[-1] == "other output"
+
+
+@pytest.mark.parametrize(
+    ("num_cpus", "spare_cpus", "remedies", "says"),
+    [
+        (0, 0, [], "the cluster has 0; add a node with CPUs, or set autoscaling=true if"),
+        (0, 1, ["set data.cache=materialize"], "the cluster has 0; add a node with CPUs, or set"),
+        (1, 0, [], "the cluster has 1; lower --workers, set cpus_per_worker, or set autoscaling=true if"),
+        (1, 1, ["set data.cache=materialize"], "the cluster has 1; set data.cache=materialize, or set"),
+    ],
+)
+def test_the_remedies_for_too_few_cpus_have_an_effect(
+    num_cpus: int, spare_cpus: int, remedies: list[str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        ray_runtime.ray, "cluster_resources", lambda: {"CPU": float(num_cpus)} if num_cpus else {}
+    )
+    with pytest.raises(ConfigError, match=says):
+        check_resources(workers=2, cpus_per_worker=1, gpu=False, spare_cpus=spare_cpus, remedies=remedies)
 
 
 def test_workers_that_share_cpus_cause_a_one_line_warning(monkeypatch: pytest.MonkeyPatch) -> None:
