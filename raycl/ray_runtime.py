@@ -232,6 +232,14 @@ def wait_for_cpu(timeout_s: float = NEW_NODE_S) -> None:
         )
 
 
+def require_cpu(*, autoscaling: bool) -> None:
+    """Wait for the first CPU of a cluster that grows; raise ``ConfigError`` if another one has none to read data."""
+    if autoscaling:
+        wait_for_cpu()
+    elif not ray.cluster_resources().get("CPU"):
+        raise ConfigError(f"the cluster has no CPU; {_ADD_CPUS}, {_OR_GROW}")
+
+
 def _comes(kind: str, timeout_s: float) -> bool:
     """Whether the cluster has a CPU or a GPU, at the latest after the timeout."""
     if ray.cluster_resources().get(kind, 0) >= 1:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pyarrow as pa
@@ -25,8 +26,9 @@ from raycl.evaluation.classification import evaluate
 from raycl.gpus import accelerators, are_missing, check_accelerator, check_bfloat16
 from raycl.recipes import recipe
 from raycl.storage import Place
+from raycl.training import launch
 from raycl.training.launch import _check_length, _read_data, _report_skipped, train
-from raycl.training.preflight import check_negatives, check_pairs, column_names
+from raycl.training.preflight import check_negatives, check_pairs, column_names, validate_run
 from tests.images import encode, write_digits
 
 TRAIN = "train simclr --output new --batch-size 32"
@@ -270,6 +272,35 @@ def test_only_a_local_ray_is_known_to_have_no_gpu(monkeypatch: pytest.MonkeyPatc
     assert not are_missing("10.0.0.1:6379")
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert not are_missing(None)
+
+
+@pytest.mark.parametrize(
+    ("autoscaling", "says"),
+    [
+        (False, "the cluster has no CPU; add a node with CPUs, or set autoscaling=true if"),
+        (True, "none came"),
+    ],
+)
+def test_a_cluster_without_cpus_is_refused_before_the_data_are_read(
+    autoscaling: bool, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise ConfigError("none came")
+
+    monkeypatch.setattr("raycl.ray_runtime.ray.cluster_resources", dict)
+    monkeypatch.setattr("raycl.ray_runtime.wait_for_cpu", refuse)
+    read = MagicMock()
+    for name in ("_check_towers", "connect_cluster", "prestart_controller", "start_coordinator"):
+        monkeypatch.setattr(launch, name, MagicMock(return_value=None))
+    monkeypatch.setattr(launch, "GracefulShutdown", MagicMock())
+    monkeypatch.setattr(launch, "DataModule", read)
+    config = override(recipe("simclr", image_size=16), {"autoscaling": autoscaling})
+    with (
+        pytest.raises(ConfigError, match=says),
+        validate_run(config, output=str(tmp_path / "run"), resume=False) as run,
+    ):
+        launch.train_validated(run, quiet=True)
+    read.assert_not_called()
 
 
 @pytest.mark.parametrize(

@@ -219,9 +219,11 @@ def test_a_finished_run_that_a_full_disk_does_not_start_again_has_failed_and_kee
         write(file, text)
 
     monkeypatch.setattr(Place, "write_text", write_unless_full)
-    for name in ("_check_towers", "connect_cluster", "prestart_controller", "_report_skipped", "_check_data"):
+    for name in ("_check_towers", "connect_cluster", "require_cpu", "prestart_controller", "_report_skipped"):
         monkeypatch.setattr(launch, name, MagicMock())
-    for name in ("check_cluster", "_read_data", "GracefulShutdown", "start_coordinator", "open_bank"):
+    for name in ("_check_data", "check_cluster", "_read_data"):
+        monkeypatch.setattr(launch, name, MagicMock())
+    for name in ("GracefulShutdown", "start_coordinator", "open_bank"):
         monkeypatch.setattr(launch, name, MagicMock())
     monkeypatch.setattr(
         launch, "DataModule", lambda *_: SimpleNamespace(data_sets=[], classes=None, streamed=False)

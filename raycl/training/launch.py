@@ -15,7 +15,7 @@ from raycl.display import Displayable, Table
 from raycl.errors import ConfigError, RayclError, RunError, StoppedError, StorageError
 from raycl.models.build import build_towers
 from raycl.progress import ProgressLine, rows_read
-from raycl.ray_runtime import connect_cluster, unwrap_ray_errors
+from raycl.ray_runtime import connect_cluster, require_cpu, unwrap_ray_errors
 from raycl.records import failures, write_result
 from raycl.storage import Place
 from raycl.tokenization import Tokenizer, Vocabulary
@@ -155,6 +155,7 @@ def train_validated(
         report(note)
     if dashboard := connect_cluster(address, debug=debug):
         report(f"dashboard: http://{dashboard}")
+    require_cpu(autoscaling=config.autoscaling)
     prestart_controller()
     if config.gpu:
         report(f"GPUs compute in {config.tower_precision} (precision={config.precision})")
