@@ -39,7 +39,7 @@ from raycl.doctor.nodes import (
     versions,
 )
 from raycl.doctor.result import CheckResult
-from raycl.doctor.storage import delete_file, read_files, write_file
+from raycl.doctor.storage import check_storage, delete_file, read_files, write_file
 from raycl.errors import ConfigError, StorageError
 from raycl.models.build import build_towers
 from raycl.optim import build_optimizer
@@ -105,6 +105,18 @@ def test_the_storage_check_reads_back_its_file_and_deletes_it(tmp_path: Path) ->
     ]
     assert delete_file(folder, "mine") == delete_file(folder, "mine") == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_only_an_output_with_a_run_is_said_to_need_resume(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    output.mkdir()
+    assert "--resume" not in check_storage(str(output), []).seen
+    (output / "config.yaml").write_text("")
+    found = check_storage(str(output), [])
+    assert found.good
+    assert found.seen.endswith(
+        f"; {output} holds an earlier run, so raycl train needs --resume or another --output"
+    )
 
 
 def test_no_folder_is_created_on_a_node_without_it(tmp_path: Path) -> None:

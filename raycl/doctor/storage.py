@@ -9,6 +9,7 @@ import ray
 from raycl.doctor.nodes import TIMEOUT_S, Node, ask_nodes
 from raycl.doctor.result import CheckResult, failed, passed
 from raycl.errors import RayclError, StorageError
+from raycl.records import CONFIG
 from raycl.storage import Place, absolute
 
 HERE = "this machine"
@@ -22,7 +23,7 @@ def check_storage(output: str, nodes: Sequence[Node]) -> CheckResult:
     """Write a small file next to ``output`` from every node and here, read them, and delete them."""
     try:
         place = Place(absolute(output))
-        exists = place.exists()
+        has_run = (place / CONFIG).exists()
         folder = _folder_of(place)
         problems, remedy = exchange_files(_nearest_existing(folder), nodes)
     except RayclError as error:
@@ -33,8 +34,8 @@ def check_storage(output: str, nodes: Sequence[Node]) -> CheckResult:
         return failed("storage", f"{folder}: {listed}", remedy)
     where = HERE if len(nodes) == 1 else f"{len(nodes)} nodes and {HERE}"
     seen = f"{folder}: written, read and deleted from {where}"
-    if exists:
-        seen += f"; {output} exists already, so raycl train needs --resume or another --output"
+    if has_run:
+        seen += f"; {output} holds an earlier run, so raycl train needs --resume or another --output"
     return passed("storage", seen)
 
 

@@ -118,12 +118,12 @@ def test_unwritable_storage_is_red_and_left_without_files(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_an_existing_output_is_reported(tmp_path: Path) -> None:
+def test_an_output_with_an_earlier_run_is_reported(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("")
     finding = check_storage(str(tmp_path / "run"), alive_nodes())
     assert finding.good
-    assert "exists already" in finding.seen
+    assert "holds an earlier run" in finding.seen
 
 
 def test_a_file_that_a_node_reads_differently_is_reported(
