@@ -3,6 +3,7 @@
 import itertools
 import socket
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from raycl.display import format_bytes
 from raycl.doctor.checks import check_gpus, check_network
 from raycl.doctor.data import MAX_FRAGMENTS, DataSummary, SampledRow, check_data, spread
 from raycl.doctor.encoders import check_pools, estimate_encoder
-from raycl.doctor.estimate import ALLOCATOR, CUDA_BYTES
+from raycl.doctor.estimate import ALLOCATOR, CUDA_BYTES, MemoryEstimate
 from raycl.doctor.memory import bank_bytes, check_decoded_data, check_memory, estimate_memory, is_streamed
 from raycl.doctor.memory_profile import MemoryProfile, peak_bytes, profile_memory
 from raycl.doctor.nodes import (
@@ -261,6 +262,52 @@ def test_each_sentence_of_a_row_is_a_document_to_mine_but_of_a_stream_the_first_
     assert tables[1] == 3 * tables[0] > 0
 
 
+def test_an_elastic_run_is_estimated_with_the_workers_that_take_the_most_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_gpu = list[MemoryEstimate]()
+
+    def check_gpu(name: str, estimate: MemoryEstimate, nodes: object, remedy: str) -> CheckResult:
+        on_gpu.append(estimate)
+        return CheckResult(good=True, name=name, seen="")
+
+    monkeypatch.setattr("raycl.doctor.memory.check_cluster", lambda *_, **__: None)
+    monkeypatch.setattr("raycl.doctor.memory.check_pools", lambda *_: [])
+    monkeypatch.setattr("raycl.doctor.memory.check_gpu", check_gpu)
+    monkeypatch.setattr("raycl.doctor.memory._profile_stages", lambda config: [ONE])
+    elastic = small(min_workers=2, workers=8, **{"stages.0.batch_size": 840})
+
+    def check(num_cpus: int, free: float) -> CheckResult:
+        sizes = {"a": num_cpus, "b": 8 - num_cpus}
+        nodes = [
+            Node(node_id=name, name=name, is_head=False, num_cpus=cpus, num_gpus=0, object_store=0)
+            for name, cpus in sizes.items()
+        ]
+        free_on = {"a": free, "b": 1e12}
+        answers = [
+            NodeAnswer(node, NodeInfo(versions={}, memory=0, free_memory=free_on[node.name]))
+            for node in nodes
+        ]
+        return next(
+            each for each in check_memory(elastic, None, answers) if each.name == "memory of a worker"
+        )
+
+    # A node of three CPUs may hold a group of three workers, and a node of one CPU a worker of a group of two.
+    for num_cpus, workers in ((1, 2), (3, 3), (8, 8)):
+        worker = estimate_memory(
+            elastic.settled(workers), [ONE], num_samples=0, row_bytes=0, negatives_per_pair=0
+        )
+        assert worker.parts["activations"] == 2 * 840 // workers * 100
+        need = num_cpus * worker.host
+        assert check(num_cpus, need).good
+        found = check(num_cpus, need - 1)
+        assert not found.good
+        assert found.seen.startswith(f"about {format_bytes(worker.host)} ")
+    elastic = elastic.model_copy(update={"gpu": True})
+    list(check_memory(elastic, None, []))
+    assert on_gpu[0].parts["activations"] == 840 * 100
+
+
 def test_a_cluster_whose_nodes_are_all_silent_has_no_network_to_check() -> None:
     result = check_network([])
     assert (result.good, result.seen) == (True, "not checked, since no node answers")
@@ -358,6 +405,13 @@ def test_an_encoder_of_a_miner_embeds_the_longer_side_in_batches() -> None:
     assert found.host == ALLOCATOR * 30
 
 
+def estimate_of(config: RunConfig, workers: int) -> MemoryEstimate:
+    profiles = [ENCODING] * len(config.stages)
+    return estimate_memory(
+        config.settled(workers), profiles, num_samples=9, row_bytes=0, negatives_per_pair=0
+    )
+
+
 @pytest.fixture
 def checked_pools(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that checks the pools of a recipe on two nodes, the second one labeled."""
@@ -379,8 +433,8 @@ def checked_pools(monkeypatch: pytest.MonkeyPatch) -> Any:
             lambda nodes, _, num_gpus: [NodeAnswer(node, memory) for node in nodes],
         )
         profiles = [ENCODING] * len(config.stages)
-        worker = estimate_memory(config, profiles, num_samples=9, row_bytes=0, negatives_per_pair=0)
-        return list(check_pools(config, profiles, worker, [NodeAnswer(node, info) for node in nodes]))
+        answers = [NodeAnswer(node, info) for node in nodes]
+        return list(check_pools(config, profiles, partial(estimate_of, config), answers))
 
     return check
 
@@ -403,6 +457,16 @@ def test_the_encoders_of_a_node_count_beside_its_workers(checked_pools: Any) -> 
     (none,) = checked_pools(override(config, {"momentum_encoder.node_label": "zone=c"}), free=0.0)
     assert none.good and "no node can hold one now" in none.seen
     assert checked_pools(small("moco_v2", gpu=False), free=0.0) == []
+
+
+def test_an_encoder_has_the_keys_of_the_smallest_group(checked_pools: Any) -> None:
+    elastic = {"min_workers": 1, "workers": 2, "batchnorm_groups": 2}
+    config = small("moco_v2", **KEYS, **elastic, gpu=False)
+    encoder = estimate_encoder(config.settled(1), "momentum_encoder", [ENCODING])
+    assert encoder.parts["activations"] == 64 * 20
+    need = 2 * estimate_of(config, 2).host + 3 * encoder.host
+    (enough,), (less,) = (checked_pools(config, free=each) for each in (need, need - 1))
+    assert (enough.good, less.good) == (True, False)
 
 
 def test_an_encoder_must_fit_its_share_of_a_gpu(checked_pools: Any) -> None:

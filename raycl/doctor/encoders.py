@@ -1,6 +1,6 @@
 """Checks of a recipe's pools of encoders: whether they fit into the memory of nodes and GPUs beside the workers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from raycl.config import RunConfig
 from raycl.config.schema import PoolConfig
@@ -13,12 +13,15 @@ from raycl.training.pools import nodes_for, pools_of
 
 
 def check_pools(
-    config: RunConfig, profiles: Sequence[MemoryProfile], worker: MemoryEstimate, answers: Answers
+    config: RunConfig,
+    profiles: Sequence[MemoryProfile],
+    estimate_of: Callable[[int], MemoryEstimate],
+    answers: Answers,
 ) -> Iterator[CheckResult]:
-    """Yield the results for each pool of encoders, beside workers of this size."""
+    """Yield the results for each pool of encoders; ``estimate_of`` returns the memory of one of so many workers."""
     num_cpus = sum(answer.node.num_cpus for answer in answers)
     for section, pool in pools_of(config).items():
-        encoder = estimate_encoder(config, section, profiles)
+        encoder = estimate_encoder(config.settled(1), section, profiles)  # keys of the smallest group
         labeled = {node["NodeID"] for node in nodes_for(pool)}
         chosen = [answer for answer in answers if answer.node.node_id in labeled]
         placed = []
@@ -26,7 +29,8 @@ def check_pools(
             workers = workers_on(answer.node, config, num_cpus)
             if encoders := _encoders_on(answer.node, config, pool, workers, num_cpus):
                 text = f"{encoders} beside {workers} worker{'' if workers == 1 else 's'}"
-                placed.append((answer, text, workers * worker.host + encoders * encoder.host))
+                num_bytes = workers * estimate_of(workers).host + encoders * encoder.host
+                placed.append((answer, text, num_bytes, encoder))
         name = f"memory of an encoder of {section}"
         remedy = f"lower {section}.actors, set {section}.node_label to nodes without workers, or add nodes"
         yield check_nodes(name, encoder, placed, remedy)

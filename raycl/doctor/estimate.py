@@ -19,7 +19,8 @@ _DRAWN_PIXEL = 40.0
 _RESERVED = 0.05  # of a node's memory: above 95% Ray kills workers
 
 Answers = Sequence[NodeAnswer[NodeInfo]]
-Placed = tuple[NodeAnswer[NodeInfo], str, float]  # a node, processes that it may get, and their bytes
+# A node, the processes that it may get, their bytes, and the estimate of one.
+Placed = tuple[NodeAnswer[NodeInfo], str, float, "MemoryEstimate"]
 
 
 @final
@@ -109,12 +110,14 @@ def available_memory(answer: NodeAnswer[NodeInfo]) -> float:
 
 
 def check_nodes(name: str, estimate: MemoryEstimate, placed: Sequence[Placed], remedy: str) -> CheckResult:
-    """Compare the memory of the tightest node with the processes that it may get."""
-    seen = f"about {format_bytes(estimate.host)} " + ("beside the GPU " if estimate.on_gpu else "")
-    seen += f"({estimate.describe(on_gpu=False)})"
-    if not placed:
+    """Compare the memory of the tightest node with the processes that it may get; ``estimate`` is shown if none may."""
+    tightest = min(placed, key=lambda each: available_memory(each[0]) - each[2], default=None)
+    shown = tightest[3] if tightest else estimate
+    seen = f"about {format_bytes(shown.host)} " + ("beside the GPU " if shown.on_gpu else "")
+    seen += f"({shown.describe(on_gpu=False)})"
+    if tightest is None:
         return passed(name, f"{seen}; no node can hold one now, so nothing to compare ({AUTOSCALING})")
-    answer, text, num_bytes = min(placed, key=lambda each: available_memory(each[0]) - each[2])
+    answer, text, num_bytes, _ = tightest
     available = available_memory(answer)
     seen += f"; {text} on {answer.node.name}, which has {format_bytes(max(0.0, available))} free"
     return passed_if(num_bytes <= available, name, seen, remedy)

@@ -56,14 +56,18 @@ def check_memory(
         yield _check_guide_table(config, data, answers)
     try:
         profiles = _profile_stages(config)
-        estimate = estimate_memory(
-            config,
-            profiles,
-            num_samples=num_samples,
-            row_bytes=0.0 if data is None else data.decoded_bytes / num_samples,
-            negatives_per_pair=0.0 if data is None else data.negatives_per_pair,
-            texts_per_row=1.0 if data is None else data.texts_per_row,
-        )
+
+        def estimate_of(workers: int) -> MemoryEstimate:
+            return estimate_memory(
+                config.settled(workers),
+                profiles,
+                num_samples=num_samples,
+                row_bytes=0.0 if data is None else data.decoded_bytes / num_samples,
+                negatives_per_pair=0.0 if data is None else data.negatives_per_pair,
+                texts_per_row=1.0 if data is None else data.texts_per_row,
+            )
+
+        estimate = estimate_of(1)  # in the smallest group, where a worker needs the most
     # An encoder of the user's may raise anything.
     except Exception as error:
         remedy = "fix the recipe; the memory of a step could not be measured"
@@ -72,12 +76,13 @@ def check_memory(
     num_cpus = sum(answer.node.num_cpus for answer in answers)
     counts = [(answer, workers_on(answer.node, config, num_cpus)) for answer in answers]
     # Ray fills one node before the next.
-    placed = [(answer, str(count), count * estimate.host) for answer, count in counts if count]
+    groups = [(answer, count, estimate_of(count)) for answer, count in counts if count]
+    placed = [(answer, str(count), count * each.host, each) for answer, count, each in groups]
     yield check_nodes("memory of a worker", estimate, placed, estimate.remedy(config, on_gpu=False))
     if config.gpu:
         nodes = [answer.node for answer in answers if has_gpu_of(config, answer.node)]
         yield check_gpu("memory of a GPU", estimate, nodes, estimate.remedy(config, on_gpu=True))
-    yield from check_pools(config, profiles, estimate, answers)
+    yield from check_pools(config, profiles, estimate_of, answers)
     if data is not None:
         yield check_decoded_data(config, data, answers)
     # The document of a row, or each of its captions or sentences; of a stream, the first one.
