@@ -57,6 +57,25 @@ def test_a_model_of_hugging_face_decays_by_its_layers(tmp_path: Path) -> None:
     assert [below(scales, f"model.encoder.layer.{n}.") for n in range(3)] == [{DECAY**3}, {DECAY**2}, {DECAY}]
 
 
+@pytest.mark.parametrize(
+    ("kind", "table"),
+    [("MPNet", "model.encoder.relative_attention_bias."), ("DebertaV2", "model.encoder.rel_embeddings.")],
+)
+def test_tables_of_positions_behind_the_blocks_decay_as_embeddings(
+    kind: str, table: str, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3}
+    relative = {"relative_attention": True, "norm_rel_ebd": "layer_norm"} if kind == "DebertaV2" else {}
+    getattr(transformers, f"{kind}Config")(vocab_size=50, **sizes, **relative).save_pretrained(tmp_path)
+    arguments = {"pretrained": False}
+    encoder = build_text_encoder(f"transformers:{tmp_path}", num_tokens=50, max_length=8, arguments=arguments)
+    scales = named_scales(encoder)
+    assert below(scales, "model.embeddings.") == below(scales, table) == {DECAY**4}
+    assert [below(scales, f"model.encoder.layer.{n}.") for n in range(3)] == [{DECAY**3}, {DECAY**2}, {DECAY}]
+    assert below(scales, "model.encoder.LayerNorm.") <= {None}
+
+
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "muon"])
 def test_the_first_step_is_scaled_by_block(name: Any) -> None:
     def parameters(scaled: bool) -> Iterator[torch.Tensor]:

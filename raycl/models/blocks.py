@@ -26,13 +26,16 @@ def learning_rate_scales(encoder: nn.Module, decay: float) -> dict[nn.Parameter,
     """Return the factor of the learning rate of each parameter, which decays towards the input (Bao et al., 2022).
 
     With n blocks, block i (from 0) has ``decay ** (n - i)``, and the embeddings of patches, tokens and
-    positions have ``decay ** (n + 1)``. Layers after the blocks have no factor; a network without blocks has none at all.
+    positions have ``decay ** (n + 1)``. Other layers after the blocks have no factor; a network without blocks has none at all.
     """
     blocks = transformer_blocks(encoder)
+    embeddings = {each.weight for each in encoder.modules() if isinstance(each, nn.Embedding)}
     layer_of = {each: index + 1 for index, block in enumerate(blocks) for each in block.parameters()}
     scales: dict[nn.Parameter, float] = {}
     for parameter in encoder.parameters() if blocks else ():
-        if layer_of.keys() <= scales.keys():
-            break  # embeddings are registered before the blocks, and the final normalization after them
+        # Embeddings are registered before the blocks, but some tables of positions after them (MPNet, DeBERTa), where the
+        # final normalization is.
+        if layer_of.keys() <= scales.keys() and parameter not in embeddings:
+            continue
         scales[parameter] = decay ** (len(blocks) + 1 - layer_of.get(parameter, 0))
     return scales
