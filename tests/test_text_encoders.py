@@ -4,6 +4,7 @@ import math
 import sys
 from collections import Counter
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from raycl.errors import ConfigError
 from raycl.gradient_cache import embed_in_chunks
 from raycl.losses import nt_xent
 from raycl.models import packed
-from raycl.models.build import build_encoder, encoder_specs
+from raycl.models.build import build_encoder, build_towers, encoder_specs
 from raycl.models.text import BagOfSubwords, TextTransformer, build_text_encoder, text_representation_dim
 from raycl.models.towers import Tower
 from raycl.recipes import recipe
@@ -348,6 +349,10 @@ def of_ones(*, num_tokens: int, max_length: int, width: int) -> nn.Module:
     return Ones()
 
 
+def without_sizes(width: int = 2) -> nn.Module:
+    return nn.Linear(1, width)
+
+
 def no_network(**_: Any) -> str:
     return "a network"
 
@@ -355,6 +360,17 @@ def no_network(**_: Any) -> str:
 def test_a_users_own_encoder_gets_sizes_and_arguments() -> None:
     encoder = build_text_encoder(f"{__name__}:of_ones", num_tokens=7, max_length=5, arguments={"width": 3})
     assert torch.equal(encoder(torch.ones(2, 4, dtype=torch.int64)), torch.full((2, 3), 12))
+    assert text_representation_dim(encoder) == 3
+
+
+def test_the_text_encoder_of_the_documents_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path(__file__).parent.parent / "docs/guides/encoders.md"
+    module: Any = ModuleType("mynet")
+    exec(page.read_text().split("```python\n", 1)[1].split("```")[0], vars(module))
+    monkeypatch.setitem(sys.modules, "mynet", module)
+    encoder = build_text_encoder("mynet:texts", num_tokens=7, max_length=5, arguments={"dim": 3})
+    padded, alone = encoder(torch.tensor([[2, 4, 0], [2, 4, 6]])), encoder(torch.tensor([[2, 4]]))
+    torch.testing.assert_close(padded[:1], alone)
     assert text_representation_dim(encoder) == 3
 
 
@@ -369,6 +385,11 @@ def test_a_users_own_encoder_gets_sizes_and_arguments() -> None:
         ("no.such.module:build", {}, "cannot find encoder.name 'no.such.module:build'"),
         (f"{__name__}:missing", {}, "cannot find encoder.name"),
         (f"{__name__}:of_ones", {}, "cannot build encoder.name.*width.*check encoder.kwargs"),
+        (
+            f"{__name__}:without_sizes",
+            {},
+            "'num_tokens'; check encoder.kwargs, and that the function takes num_tokens and max_length",
+        ),
         (f"{__name__}:no_network", {}, "must return a torch.nn.Module, came str"),
         ("transformer", {"depth": 3}, "cannot build encoder.name 'transformer'.*depth"),
         ("transformer", {"dim": 30, "num_heads": 4}, "dim=30, num_layers=4, num_heads=4"),
@@ -389,6 +410,31 @@ def test_an_encoder_that_cannot_be_built_is_a_one_line_error(
         num_tokens = arguments.pop("num_tokens", NUM_TOKENS)
         build_text_encoder(name, num_tokens=num_tokens, max_length=9, arguments=arguments)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("bert", "unknown text_encoder.name 'bert'"),
+        ("no.such.module:build", "cannot find text_encoder.name 'no.such.module:build'"),
+        (
+            f"{__name__}:without_sizes",
+            "cannot build text_encoder.name .*; check text_encoder.kwargs, and that",
+        ),
+    ],
+)
+def test_errors_of_the_texts_beside_images_name_their_settings(name: str, says: str) -> None:
+    config = recipe("clip", image_size=32)
+    named = {
+        "encoder": replace_name(config.encoder, "resnet10"),
+        "text_encoder": replace_name(config.text_encoder, name),
+    }
+    with pytest.raises(ConfigError, match=says):
+        build_towers(config.model_copy(update=named), Vocabulary.stand_in())
+
+
+def replace_name(encoder: Any, name: str) -> Any:
+    return encoder.model_copy(update={"name": name})
 
 
 def of_zeros(**arguments: Any) -> BagOfSubwords:

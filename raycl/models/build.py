@@ -89,7 +89,7 @@ def build_encoder(config: RunConfig, spec: EncoderSpec, vocabulary: Vocabulary |
     A bag of subwords starts from the spellings and the token weights of the vocabulary.
     """
     torch.manual_seed(config.seed)
-    encoder = spec.build()
+    encoder = spec.build("text_encoder" if config.data.kind == "image_text" else "encoder")
     if config.encoder.freeze_patches and spec.name in VITS:
         encoder.conv_proj.requires_grad_(False)  # pyright: ignore[reportCallIssue]
     if vocabulary is not None and vocabulary.weights is not None and isinstance(encoder, BagOfSubwords):

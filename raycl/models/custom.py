@@ -11,19 +11,29 @@ from raycl.distributed.device_copy import device_of
 from raycl.errors import ConfigError, one_line
 
 
-def build_network(name: str, build: Callable[..., Any] | None = None, /, **arguments: Any) -> nn.Module:
+def build_network(
+    name: str,
+    build: Callable[..., Any] | None = None,
+    section: str = "encoder",
+    required: str = "",
+    /,
+    **arguments: Any,
+) -> nn.Module:
     """Call ``build``, by default the function ``package.module:function`` of that name.
 
+    ``section`` has the settings of the encoder, and ``required`` names the arguments that are not among its ``kwargs``.
     Raises ``ConfigError`` if that fails or returns something else than a network.
     """
-    build = build or _import_function(name)
+    is_own = build is None
+    build = build or _import_function(name, section)
     try:
         network = build(**arguments)
     except ConfigError:
         raise
     except Exception as error:  # the user's function may raise anything
+        also = f", and that the function takes {required}" if required and is_own else ""
         raise ConfigError(
-            f"cannot build encoder.name {name!r}: {one_line(error)}; check encoder.kwargs"
+            f"cannot build {section}.name {name!r}: {one_line(error)}; check {section}.kwargs{also}"
         ) from error
     if not isinstance(network, nn.Module):
         raise ConfigError(f"{name} must return a torch.nn.Module, came {type(network).__name__}")
@@ -69,11 +79,11 @@ def has_unused_parameters(encoder: nn.Module, example: Tensor) -> bool:
     return any(each.requires_grad and each not in used for each in encoder.parameters())
 
 
-def _import_function(name: str) -> Callable[..., Any]:
+def _import_function(name: str, section: str) -> Callable[..., Any]:
     module, _, function = name.partition(":")
     try:
         return getattr(importlib.import_module(module), function)
     except Exception as error:  # the user's module may raise anything
         raise ConfigError(
-            f"cannot find encoder.name {name!r}: {one_line(error)}; give package.module:function"
+            f"cannot find {section}.name {name!r}: {one_line(error)}; give package.module:function"
         ) from error

@@ -40,8 +40,8 @@ class EncoderSpec(BaseModel, ABC):
     projection_head: HeadSpec | None = None
 
     @abstractmethod
-    def build(self) -> nn.Module:
-        """Build the encoder, untrained."""
+    def build(self, section: str = "encoder") -> nn.Module:
+        """Build the encoder, untrained; errors name the ``section`` of its settings."""
 
     def for_side(self, side: SideName) -> Self:
         """Return the spec of a side; two sides that share an encoder differ in the prompt."""
@@ -63,8 +63,8 @@ class ImageEncoderSpec(EncoderSpec):
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
-    def build(self) -> nn.Module:
-        """Build the encoder, untrained."""
+    def build(self, section: str = "encoder") -> nn.Module:
+        """Build the encoder, untrained; images have one section."""
         return build_image_encoder(
             self.name,
             image_size=self.image_size,
@@ -112,12 +112,13 @@ class TextEncoderSpec(EncoderSpec):
         """Return the spec with the prompt of this side."""
         return self.model_copy(update={"side": side})
 
-    def build(self) -> nn.Module:
-        """Build the encoder, untrained."""
+    def build(self, section: str = "encoder") -> nn.Module:
+        """Build the encoder, untrained; errors name the ``section`` of its settings."""
         return build_text_encoder(
             self.name,
             num_tokens=self.num_tokens,
             max_length=self.max_length,
             padding=self.padding,
             arguments=self.arguments,
+            section=section,
         )

@@ -28,29 +28,32 @@ def build_text_encoder(
     max_length: int,
     padding: int | None = None,
     arguments: Mapping[str, Any] | None = None,
+    section: str = "encoder",
 ) -> nn.Module:
     """Build an encoder of tokens [batch, length], padded with 0 at the end.
 
     ``name`` is ``transformer`` or ``bag_of_subwords``, both untrained; ``transformers:PATH``, a model
     that Hugging Face's library saved in that folder; or ``package.module:function`` for your own. Each
     is called with ``num_tokens`` (the vocabulary size), ``max_length`` (tokens in the longest row) and
-    ``arguments``. A model of Hugging Face also receives ``padding``, the padding id of its tokenizer. Raises
-    ``ConfigError`` for an unknown name or invalid arguments.
+    ``arguments``. A model of Hugging Face also receives ``padding``, the padding id of its tokenizer. ``section`` has
+    the settings of the encoder. Raises ``ConfigError`` for an unknown name or invalid arguments.
     """
     sizes: dict[str, Any] = {"num_tokens": num_tokens, "max_length": max_length}
     if min(num_tokens, max_length) < 1:
         raise ConfigError(
             f"an encoder cannot be built for {sizes}; give the tokenizer's num_tokens and 1 or more"
         )
-    check_encoder_name(name, is_text=True)
+    check_encoder_name(name, is_text=True, key=f"{section}.name")
     if name.startswith(HUGGING_FACE):
         sizes |= {"path": name.removeprefix(HUGGING_FACE), "padding": padding}
-        return build_network(name, HuggingFaceEncoder, **{**sizes, **(arguments or {})})
+        return build_network(name, HuggingFaceEncoder, section, **{**sizes, **(arguments or {})})
     own: dict[str, Callable[..., nn.Module]] = {
         "transformer": TextTransformer,
         "bag_of_subwords": BagOfSubwords,
     }
-    return build_network(name, own.get(name), **{**sizes, **(arguments or {})})
+    return build_network(
+        name, own.get(name), section, "num_tokens and max_length", **{**sizes, **(arguments or {})}
+    )
 
 
 def text_representation_dim(encoder: nn.Module) -> int:
