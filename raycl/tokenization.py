@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, Literal, Self, final
 
 import numpy as np
@@ -26,6 +26,7 @@ SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
 _BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())  # one printable character for each byte
 _MAX_TOKEN_CHARACTERS = 16  # in a trained tokenizer
 _SLACK = 64  # a word cut in half at the end lies beyond the last token that is kept
+_LONGEST_KNOWN_WORD = 100  # characters; BERT's tokenizer reads longer ones as [UNK], but not a part of them
 _TRAINING_CHARACTERS = 100_000
 _PART = 1_000  # texts whose tokens are counted at a time
 _IN_BRACKETS = re.compile(r"\[\w+\]|<\w+>")
@@ -225,8 +226,8 @@ class Tokenizer:
     ) -> list[NDArray[np.int32]]:
         """Return the tokens of each text, 1 to ``max_length`` of them.
 
-        Only the first 16 * ``max_length`` characters of a text are read: no token of a trained tokenizer
-        is longer, so the limit matters only for texts with long runs of spaces. A text without tokens,
+        Of a long text, the first 16 * ``max_length`` characters are read, and more if they have fewer tokens, as those
+        of long runs of spaces, or of words that another tool's tokenizer reads as [UNK]. A text without tokens,
         such as an empty one, becomes [UNK]. The tokens of a text do not depend on other texts. ``all_cores``
         encodes on all cores of the machine, and on one otherwise.
         """
@@ -234,15 +235,26 @@ class Tokenizer:
         if max_own < 1:
             raise ConfigError(f"max_length leaves no room for a text, came {max_length}; 32 to 512 is usual")
         max_characters = _MAX_TOKEN_CHARACTERS * max_own + _SLACK
-        read = [text if len(text) <= max_characters else text.lstrip()[:max_characters] for text in texts]
+        texts = [text if len(text) <= max_characters else text.lstrip() for text in texts]
+        read = [text[:max_characters] for text in texts]
         encoded: Iterable[Any] = (
             self._tokenizer.encode_batch(read, add_special_tokens=False)  # takes all cores
             if all_cores
             else (self._tokenizer.encode(text, add_special_tokens=False) for text in read)
         )
         before, after = (self._swap_padding(np.array(each, np.int32)) for each in (self._before, self._after))
-        own = (self._ids_in_texts[each.ids[:max_own] or [self._unknown]] for each in encoded)
+        found = map(self._first_ids, texts, read, encoded, repeat(max_own))
+        own = (self._ids_in_texts[ids or [self._unknown]] for ids in found)
         return [np.concatenate([before, ids, after]) for ids in own]
+
+    def _first_ids(self, text: str, part: str, encoding: Any, count: int) -> list[int]:
+        """Return the first ``count`` ids of a text, of which more than the encoded ``part`` is read if they are not in it."""
+        while len(part) < len(text) and (
+            len(encoding) < count or encoding.token_to_chars(count - 1)[1] > len(part) - _LONGEST_KNOWN_WORD
+        ):
+            part = text[: 4 * len(part)]
+            encoding = self._tokenizer.encode(part, add_special_tokens=False)
+        return encoding.ids[:count]
 
     def num_prompt_tokens(self, prompt: str) -> int:
         """Return the number of tokens before the text itself, special tokens among them; 0 without a prompt.

@@ -340,6 +340,20 @@ def test_word_continuations_are_recognized_in_berts_tokenizers() -> None:
     assert ours.spellings == ["", " ba", "da", "fi", "", "", "", ""]
 
 
+@pytest.mark.parametrize("length", [101, 150, 400])
+def test_a_text_of_words_that_are_too_long_keeps_its_end(length: int) -> None:
+    vocabulary = {"[PAD]": 0, "[UNK]": 1, "ba": 2, "##ba": 3}
+    theirs = TheirTokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    theirs.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    ours = Tokenizer(theirs.to_str())
+    word = "ba" * (length // 2 + 1)
+    text = " ".join([word] * 60 + ["ba"] * 100)
+    for max_length in (3, 20, 64, 100, 200):
+        rows = ours.encode([text, "ba"], max_length)
+        assert rows[0].tolist() == theirs.encode(text).ids[:max_length]
+        assert rows[1].tolist() == [2]
+
+
 def test_the_token_with_id_0_is_exchanged_with_the_padding() -> None:
     vocabulary = {"Ġba": 0, "da": 1, "<unk>": 2, "<pad>": 3}
     theirs = TheirTokenizer(models.WordPiece(vocabulary, unk_token="<unk>", continuing_subword_prefix=""))
