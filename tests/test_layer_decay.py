@@ -108,6 +108,20 @@ def test_heads_and_a_tower_without_blocks_keep_the_full_rate() -> None:
     assert len({found[each] for each in key.encoder.parameters()}) == len(transformer_blocks(key.encoder)) + 2
 
 
+def test_a_checkpoint_with_other_groups_of_parameters_is_refused_in_one_line() -> None:
+    small = {"encoder.name": "resnet10", "encoder.width": 0.125, "text_encoder.name": "transformer"}
+    config = override(recipe("clip", image_size=32), small)
+    decayed = override(config, {"optimizer.layer_decay": DECAY})
+    earlier, state = (
+        TrainState.build(each, build_towers(each, vocabulary()), num_samples=None)
+        for each in (config, decayed)
+    )
+    with pytest.raises(
+        ConfigError, match="the optimizer of the checkpoint has other groups.*; continue the run with"
+    ):
+        state.load_state_dict(earlier.state_dict())
+
+
 def test_an_encoder_without_blocks_is_refused_in_one_line() -> None:
     with pytest.raises(ConfigError, match="layer_decay acts only with a ViT or a transformer.*; remove it"):
         override(recipe("simclr", image_size=32), {"optimizer.layer_decay": DECAY})

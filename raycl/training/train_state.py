@@ -315,9 +315,15 @@ class TrainState:
         return {name: part.state_dict() for name, part in self._parts().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned."""
+        """Restore what ``state_dict`` returned; raises ``ConfigError`` if the optimizer had other groups of parameters."""
         for name, part in self._parts().items():
-            part.load_state_dict(state[name])
+            try:
+                part.load_state_dict(state[name])
+            except ValueError as error:
+                raise ConfigError(
+                    f"the {name} of the checkpoint has other groups of parameters, as with optimizer.layer_decay in an earlier "
+                    "version; continue the run with that version of raycl, or give another --output"
+                ) from error
 
     def _not_averaged(self) -> Iterator[nn.Parameter]:
         """Yield the parameters whose gradient is only this worker's after the backward pass."""
