@@ -120,6 +120,17 @@ def test_only_an_output_with_a_run_is_said_to_need_resume(tmp_path: Path) -> Non
     )
 
 
+def test_an_output_that_train_refuses_in_a_job_is_red(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "working_dir_files" / "_ray_pkg_0123"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    found = check_storage("runs/first", [])
+    assert not found.good
+    assert "lies in Ray's copy of the submitted folder" in found.seen
+
+
 def test_no_folder_is_created_on_a_node_without_it(tmp_path: Path) -> None:
     assert write_file(Place(str(tmp_path / "runs")), "mine") == ""
     assert list(tmp_path.iterdir()) == []

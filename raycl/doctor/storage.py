@@ -9,6 +9,7 @@ import ray
 from raycl.doctor.nodes import TIMEOUT_S, Node, ask_nodes
 from raycl.doctor.result import CheckResult, failed, passed
 from raycl.errors import RayclError, StorageError
+from raycl.lease import check_is_kept
 from raycl.records import CONFIG
 from raycl.storage import Place, absolute
 
@@ -23,6 +24,7 @@ def check_storage(output: str, nodes: Sequence[Node]) -> CheckResult:
     """Write a small file next to ``output`` from every node and here, read them, and delete them."""
     try:
         place = Place(absolute(output))
+        check_is_kept(place)
         has_run = (place / CONFIG).exists()
         folder = _folder_of(place)
         problems, remedy = exchange_files(_nearest_existing(folder), nodes)
