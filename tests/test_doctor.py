@@ -286,7 +286,7 @@ def test_an_elastic_run_is_estimated_with_the_workers_that_take_the_most_memory(
     monkeypatch.setattr("raycl.doctor.memory.check_pools", lambda *_: [])
     monkeypatch.setattr("raycl.doctor.memory.check_gpu", check_gpu)
     monkeypatch.setattr("raycl.doctor.memory._profile_stages", lambda config: [ONE])
-    elastic = small(min_workers=2, workers=8, **{"stages.0.batch_size": 840})
+    elastic = small("simclr", min_workers=2, workers=8, **{"stages.0.batch_size": 840})
 
     def check(num_cpus: int, free: float) -> CheckResult:
         sizes = {"a": num_cpus, "b": 8 - num_cpus}

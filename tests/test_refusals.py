@@ -291,7 +291,7 @@ def test_a_cluster_without_cpus_is_refused_before_the_data_are_read(
     monkeypatch.setattr("raycl.ray_runtime.wait_for_cpu", refuse)
     read = MagicMock()
     for name in ("_check_towers", "connect_cluster", "prestart_controller", "start_coordinator"):
-        monkeypatch.setattr(launch, name, MagicMock(return_value=None))
+        monkeypatch.setattr(launch, name, MagicMock())
     monkeypatch.setattr(launch, "GracefulShutdown", MagicMock())
     monkeypatch.setattr(launch, "DataModule", read)
     config = override(recipe("simclr", image_size=16), {"autoscaling": autoscaling})
