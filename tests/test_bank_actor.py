@@ -233,12 +233,14 @@ def test_an_increment_of_a_replaced_or_missing_snapshot_is_refused_in_one_line(t
     actor.save(2, 1)  # as after a rollback
     actor.restore(2, 2)
     with pytest.raises(
-        StorageError, match="step-00000003 continues one of step 2 that was replaced; resume"
+        StorageError, match="step-00000003 continues one of step 2 that was replaced; restore the"
     ) as error:
         actor.restore(3, 3)
     message_of(error)
     snapshot_folder(spec, 1).remove()
-    with pytest.raises(StorageError, match="no complete snapshot .*step-00000001") as error:
+    with pytest.raises(
+        StorageError, match="no complete snapshot .*step-00000001.* another --output"
+    ) as error:
         actor.restore(2, 3)
     message_of(error)
 

@@ -228,7 +228,7 @@ def read_chain(spec: BankSpec, shard: int, step: int) -> tuple[dict[str, str], C
         if after in steps or found.get("id", "") != after_id:
             raise StorageError(
                 f"the snapshot {snapshot_folder(spec, step)} continues one of step {after} that was replaced; "
-                "resume from a checkpoint of another step"
+                "restore the folder from a copy, or begin a new run with another --output"
             )
         steps.append(after)
     num_rows = int(newest.get("increment_rows", 0))
@@ -325,7 +325,7 @@ def _refuse_missing(spec: BankSpec, folder: Place) -> None:
     steps = ", ".join(map(str, snapshot_steps(spec))) or "none"
     raise StorageError(
         f"there is no complete snapshot {folder} of the bank; the steps that have one: {steps}; "
-        "resume from a checkpoint of one of them"
+        "restore the folder from a copy, or begin a new run with another --output"
     )
 
 
