@@ -45,6 +45,15 @@ def test_runs_are_found_up_to_three_levels_below_and_not_in_hidden_folders_or_ru
         raycl.list_runs(tmp_path / "missing")
 
 
+def test_a_configuration_above_the_runs_does_not_hide_them(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "sweep" / "run")
+    for folder in (tmp_path, tmp_path / "sweep"):
+        (folder / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
+    assert [each.name for each in raycl.list_runs(tmp_path)] == ["sweep/run"]
+    (tmp_path / ".writer-1").touch()  # a run that has just started
+    assert [each.name for each in raycl.list_runs(tmp_path)] == ["."]
+
+
 def test_a_finished_run_has_its_progress_and_best_figure(tmp_path: Path) -> None:
     lines = [line_of(step, time=1_700_000_000 + step) for step in (10, 200)]
     evaluations = [evaluation(step, knn_top1=value) for step, value in ((0, 0.1), (100, 0.8), (200, 0.7))]

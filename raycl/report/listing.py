@@ -12,7 +12,7 @@ from pyarrow import fs
 from raycl.arguments import Address, as_address
 from raycl.errors import DataError
 from raycl.lease import is_being_written, is_claim
-from raycl.records import CONFIG, METRICS, RESULT, ROLLBACK, as_object, read_line
+from raycl.records import CONFIG, DATA, METRICS, RESULT, ROLLBACK, as_object, read_line
 from raycl.storage import Place, absolute, parse_object
 
 MAX_DEPTH = 3  # folders below the given one
@@ -71,10 +71,15 @@ def list_runs(folder: Address) -> list[RunSummary]:
         level = [root]
         for _ in range(MAX_DEPTH + 1):
             listed = list(zip(level, pool.map(Place.entries, level), strict=True))
-            found += [(place, entries) for place, entries in listed if CONFIG in entries]
+            found += [(place, entries) for place, entries in listed if _is_run(entries)]
             level = [each for place, entries in listed for each in _folders(place, entries)]
         runs = pool.map(_summary, *zip(*found, strict=True)) if found else []
         return sorted((run for run in runs if run is not None), key=lambda run: run.name)
+
+
+def _is_run(entries: Mapping[str, fs.FileInfo]) -> bool:
+    """Whether these are the files of a run, which has more than a ``config.yaml``: other programs have one, too."""
+    return CONFIG in entries and any(name in (DATA, METRICS, RESULT) or is_claim(name) for name in entries)
 
 
 def _folders(place: Place, entries: Mapping[str, fs.FileInfo]) -> list[Place]:
@@ -83,7 +88,7 @@ def _folders(place: Place, entries: Mapping[str, fs.FileInfo]) -> list[Place]:
         name: info.type == fs.FileType.Directory for name, info in entries.items()
     }  # a socket is none
     names = [name for name in entries if is_folder[name] and not name.startswith((".", "_"))]
-    return [] if CONFIG in entries else [place / name for name in names]
+    return [] if _is_run(entries) else [place / name for name in names]
 
 
 def _summary(output: Place, entries: Mapping[str, fs.FileInfo]) -> RunSummary | None:
