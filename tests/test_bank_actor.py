@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raycl.errors import ConfigError, RunError, StorageError
+from raycl.lease import writing_new
 from raycl.negatives import KeyQueue, MemoryBank, snapshot, stats
 from raycl.negatives.actor import BankActor, MemoryBankActor, QueueActor, Update
 from raycl.negatives.bank import Bank
@@ -73,6 +74,11 @@ def a_queue_actor(spec: BankSpec, num_rows: int) -> tuple[QueueActor, KeyQueue]:
     actor, queue = QueueActor(spec), a_queue(spec, num_rows)
     actor.push(0, *queue.since(0))
     return actor, queue
+
+
+def exported(actor: BankActor[Any], output: Path) -> int:
+    with writing_new(str(output)) as place:
+        return actor.export(0, 100, place.uri)
 
 
 def contents(actor: BankActor[Any]) -> list[list[Any]]:
@@ -233,12 +239,14 @@ def test_an_increment_of_a_replaced_or_missing_snapshot_is_refused_in_one_line(t
     actor.save(2, 1)  # as after a rollback
     actor.restore(2, 2)
     with pytest.raises(
-        StorageError, match="step-00000003 continues one of step 2 that was replaced; resume"
+        StorageError, match="step-00000003 continues one of step 2 that was replaced; restore the"
     ) as error:
         actor.restore(3, 3)
     message_of(error)
     snapshot_folder(spec, 1).remove()
-    with pytest.raises(StorageError, match="no complete snapshot .*step-00000001") as error:
+    with pytest.raises(
+        StorageError, match="no complete snapshot .*step-00000001.* another --output"
+    ) as error:
         actor.restore(2, 3)
     message_of(error)
 
@@ -247,7 +255,7 @@ def test_an_increment_of_a_replaced_or_missing_snapshot_is_refused_in_one_line(t
 def test_pandas_reads_a_snapshot_and_an_export(tmp_path: Path, dtype: str) -> None:
     actor, queue = a_queue_actor(a_spec(output=tmp_path, dtype=dtype), 31)
     actor.save(12, 0)
-    assert actor.export(0, 100, str(tmp_path / "export")) == 12
+    assert exported(actor, tmp_path / "export") == 12
     held = queue.negatives()
     for path in ("bank/step-00000012/shard-0-of-1.parquet", "export/shard-0-of-1-from-0000000000.parquet"):
         frame = pd.read_parquet(tmp_path / path)
@@ -486,9 +494,25 @@ def test_ties_are_ordered_by_newest_step_and_then_by_smallest_id() -> None:
 def test_unwritten_rows_are_not_exported(tmp_path: Path) -> None:
     (actor,) = actors_of(a_spec("memory_bank", tmp_path))
     actor.push_pull(0, (Update("client", 1, IDS[2:4], some_rows(2), 3),), NO_SLOTS)
-    assert actor.export(0, 100, str(tmp_path / "export")) == 2
+    assert exported(actor, tmp_path / "export") == 2
     assert actor.export(0, 2, str(tmp_path / "none")) == 0
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_an_export_to_a_folder_that_the_node_of_a_shard_does_not_share_is_refused(
+    tmp_path: Path, has_folder: bool
+) -> None:
+    actor, _ = a_queue_actor(a_spec(output=tmp_path), 5)
+    output = tmp_path / "export"  # another folder than the one of the process that exports: without its claim
+    if has_folder:
+        output.mkdir()
+    with pytest.raises(
+        RunError, match="does not have the folder .*export; give a folder that all nodes"
+    ) as error:
+        actor.export(0, 100, str(output))
+    message_of(error)
+    assert not list(output.glob("*"))
 
 
 def test_an_export_neither_joins_another_one_nor_leaves_a_part(

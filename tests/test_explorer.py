@@ -32,6 +32,7 @@ from raycl.config.overrides import config_to_yaml
 from raycl.data.columns import ColumnNames
 from raycl.data.discovery import find_source
 from raycl.data.sources import Source
+from raycl.data.texts import ids_and_rows
 from raycl.embedding_snapshot import LATEST, read_snapshot, write_snapshot
 from raycl.errors import ConfigError, DataError, RunError, StorageError
 from raycl.models.registry import OWN
@@ -47,13 +48,14 @@ from raycl.serve.app import create_app
 from raycl.serve.auth import HEADERS, checked_token, new_token
 from raycl.serve.explorer import Explorer, QueryEncoder, ReconnectingBank, RunProgress
 from raycl.serve.requests import MAX_BYTES
-from raycl.serve.sample_viewer import SampleViewer, thumbnail
-from raycl.serve.target import columns_of, saved_explorer
+from raycl.serve.sample_viewer import SampleViewer, UnknownSampleError, thumbnail
+from raycl.serve.target import ServeTarget, columns_of, saved_explorer
 from raycl.storage import Place
 from raycl.training.preflight import column_names, describe_data
+from raycl.training.stores import bank_spec
 from tests.images import digit_files, encode, write_digits
 from tests.outputs import evaluation, line_of, write_run, write_snapshots
-from tests.pairs import small_config, vocabulary
+from tests.pairs import rows_of, small_config, vocabulary
 from tests.ports import free_ports
 from tests.settings import override_active
 from tests.test_checkpoint_encoder import list_checkpoint, write_checkpoint
@@ -636,6 +638,60 @@ def test_a_saved_queue_answers_as_the_bank_did(bank: Bank, tmp_path: Path, opene
 
 def live_label(folder: Path, row: int) -> str:
     return str(pq.read_table(folder / "digits.parquet")["label"][row].as_py())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "role"), [("two_tower", "document"), ("esimcse", "text"), ("clip", "caption")]
+)
+def test_the_samples_of_a_queue_of_texts_are_found_by_the_text(
+    called: None, recipe: str, role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(recipe, {"negatives.store": "queue", "negatives.capacity": 4_096})
+    texts, others = invented_texts(8, seed=1), invented_texts(8, seed=2)
+    values: dict[str, list[Any]] = {
+        "two_tower": {"query": others, "document": texts},
+        "esimcse": {"text": [list(both) for both in zip(texts, others, strict=True)]},
+        "clip": {"image": digit_files(8)[0], "caption": texts},
+    }[recipe]
+    row: Any = rows_of(config, values).take(np.array([5])).contents[role]
+    names = ids_and_rows(row)[0]
+    folder, data = write_run(tmp_path / "run"), tmp_path / "rows.parquet"
+    (folder / "config.yaml").write_text(config_to_yaml(config))
+    (folder / "tokenizer.json").write_text(vocabulary().tokenizer.to_json())
+    with_invalid = {name: [*each[:2], None, *each[2:]] for name, each in values.items()}
+    pq.write_table(pa.table(with_invalid | {"sample_id": range(100, 109)}), data, row_group_size=4)
+    spec = bank_spec(config, output=str(folder), name="test", num_samples=None)
+    bank = Bank(spec, [QueueActor(spec)])
+    push(bank, np.eye(len(names), spec.dim, dtype=spec.row_dtype), names, 3)
+    bank.save(3)
+    saved = saved_explorer(str(folder), embeddings=None, data=str(data))
+    target = ServeTarget(
+        bank="test",
+        run=str(folder),
+        queries=(),
+        data=str(data),
+        columns=columns_of(config),
+        max_pixels=10**6,
+        token="",
+        trusted="",
+        text_ids_of=spec.output,
+    )
+    for found in (saved, replace(target.explorer(), bank=ReconnectingBank(lambda: bank))):
+        for name in names.tolist():
+            assert next(each.text for each in found.sample(name).texts if each.role == role) == texts[5]
+            assert len(found.rows(name).rows) == 1
+        for ask in (found.nearest, found.rows):
+            with pytest.raises(UnknownSampleError, match="queue of texts are hashes .*; ask with --text"):
+                ask(105)
+    monkeypatch.setattr(cli_bank, "_connect", lambda *_: bank)
+    for command in (lambda: cli_bank.nearest("test", 105), lambda: cli_bank.get("test", [105])):
+        with pytest.raises(ConfigError, match="queue of texts are hashes .*; ask with --text"):
+            command()
+
+
+def test_only_a_queue_of_texts_has_ids_of_texts() -> None:
+    for name, expected in (("moco_v2", False), ("esimcse", True), ("simcse", False)):
+        assert raycl.recipe(name).has_text_ids == expected
 
 
 def test_saved_slots_have_the_rows_of_all_shards_and_increments(called: None, tmp_path: Path) -> None:

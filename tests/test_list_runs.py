@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import raycl
 from raycl.cli.main import app
-from raycl.errors import DataError
+from raycl.errors import DataError, StorageError
 from raycl.lease import DEAD_S, Writer, writing
 from raycl.storage import Place
 from tests.conftest import BUCKET
@@ -43,6 +43,34 @@ def test_runs_are_found_up_to_three_levels_below_and_not_in_hidden_folders_or_ru
     assert (run.name, run.run) == (".", str(tmp_path / "a"))
     with pytest.raises(DataError, match="missing is not a folder"):
         raycl.list_runs(tmp_path / "missing")
+
+
+def test_a_configuration_above_the_runs_does_not_hide_them(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "sweep" / "run")
+    for folder in (tmp_path, tmp_path / "sweep"):
+        (folder / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
+    assert [each.name for each in raycl.list_runs(tmp_path)] == ["sweep/run"]
+    (tmp_path / ".writer-1").touch()  # a run that has just started
+    assert [each.name for each in raycl.list_runs(tmp_path)] == ["."]
+
+
+def test_what_cannot_be_read_is_skipped_and_named_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "sweep" / "good")
+    foreign, damaged = write_run(tmp_path / "foreign"), write_run(tmp_path / "sweep" / "damaged")
+    (damaged / "metrics.jsonl").unlink()
+    (damaged / "metrics.jsonl").mkdir()
+    Path(os.fsdecode(os.fsencode(foreign) + b"/\xff")).touch()
+    assert [run.name for run in raycl.list_runs(tmp_path)] == ["sweep/good"]
+    line = capsys.readouterr().err
+    assert (
+        line.startswith("folders that cannot be read were skipped: foreign, sweep/damaged (")
+        and line.count("\n") == 1
+    )
+    for run in (foreign, damaged):
+        with pytest.raises(StorageError):
+            raycl.list_runs(run)
 
 
 def test_a_finished_run_has_its_progress_and_best_figure(tmp_path: Path) -> None:

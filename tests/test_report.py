@@ -33,6 +33,7 @@ from raycl.embedding_snapshot import (
     write_snapshot,
 )
 from raycl.errors import ConfigError, DataError, RunError
+from raycl.lease import writing
 from raycl.provenance import read_commands, save_command_line, typed
 from raycl.records import ROLLBACK
 from raycl.report import plots
@@ -815,7 +816,10 @@ def test_the_command_writes_a_page_and_prints_its_path(
         (lambda folder: [], "needs a run"),
         (lambda folder: [folder / "nowhere"], "holds no run"),
         (lambda folder: [folder, folder], "given twice"),
-        (lambda folder: (folder / "metrics.jsonl").unlink() or [folder], "no metrics yet"),
+        (
+            lambda folder: (folder / "metrics.jsonl").unlink() or [folder],
+            "ended before its first logged step; repeat its `raycl train` with --resume",
+        ),
         (lambda folder: (folder / "config.yaml").write_text("recipe: [") and [folder], "is not valid YAML"),
     ],
 )
@@ -832,6 +836,13 @@ def test_an_output_without_a_run_is_refused_in_one_line(
     assert says in err
     assert err.startswith("raycl: ")
     assert err.count("\n") == 1
+
+
+def test_a_run_that_is_written_and_has_no_line_yet_has_just_started(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", result={"status": "running"})
+    (folder / "metrics.jsonl").unlink()
+    with writing(Place(str(folder))), pytest.raises(DataError, match="just started; try again in a minute"):
+        read_run(str(folder))
 
 
 def test_a_run_on_s3_gets_its_page_there(s3_server: str, tmp_path: Path) -> None:

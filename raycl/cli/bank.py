@@ -130,9 +130,9 @@ def get(
     found = target.get(np.array(sample_ids, np.int64))
     missing = sorted(set(sample_ids) - set(found.sample_id.tolist()))
     if not len(found):
-        raise ConfigError(
-            f"the bank {name!r} has no row of {', '.join(map(str, missing[:5]))}; choose other samples"
-        )
+        from raycl.negatives.search import why_missing
+
+        raise ConfigError(why_missing(missing[0], target.spec))
     if as_json:
         # A partition function that no step has written yet is -inf, which JSON does not have.
         values = [[each if math.isfinite(each) else None for each in row] for row in found.rows.tolist()]

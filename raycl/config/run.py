@@ -199,6 +199,16 @@ class RunConfig(Section):
         return self.data.kind != "image"
 
     @property
+    def has_text_ids(self) -> bool:
+        """Whether the ids of stored rows are hashes of the keys' texts, as in a queue, and not sample ids."""
+        return self.has_texts and self.negatives.store == "queue"
+
+    @property
+    def key_text_role(self) -> str:
+        """The role of the column with the texts of the keys."""
+        return {"text": "text", "image_text": "caption"}.get(self.data.kind, "document")
+
+    @property
     def needs_labels(self) -> str | None:
         """The loss or the setting that needs the classes of the samples, if any."""
         losses = [stage.loss for stage in self.stages if LOSSES[stage.loss].labels]

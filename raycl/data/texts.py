@@ -143,6 +143,14 @@ class TextsFormat:
         return valid if valid or self.may_be_empty else InvalidTextError("empty list of texts")
 
 
+def ids_and_rows(texts: Tokens | TokenLists) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the id of each text, and the number of its row."""
+    numbers = np.arange(len(texts))
+    if isinstance(texts, Tokens):
+        return texts.text_id, numbers
+    return texts.tokens.text_id, np.repeat(numbers, texts.counts)
+
+
 def num_tokens(rows: pa.RecordBatch) -> NDArray[np.int64]:
     """Return the number of tokens of each row, summed over its roles; the longest text of a list counts."""
     total = np.zeros(rows.num_rows, np.int64)

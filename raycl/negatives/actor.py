@@ -153,9 +153,13 @@ class BankActor(ABC, Generic[Store]):
 
     @_remote
     def export(self, start: int, stop: int, uri: str) -> int:
-        """Write the written rows of these slots to a file below ``uri``; return how many."""
+        """Write the written rows of these slots to a file below ``uri``; return how many.
+
+        Raises ``RunError`` unless this node sees the claim on ``uri`` of the process that exports.
+        """
         rows = written(self.store.negatives()[start:stop])
         if len(rows):
+            snapshot.check_claimed(self._spec, Place(uri))
             name = f"shard-{self._shard}-of-{self._spec.num_shards}-from-{start:010d}.parquet"
             snapshot.write_rows(Place(uri) / name, rows, snapshot.shape_metadata(self._spec, self._shard))
         return len(rows)

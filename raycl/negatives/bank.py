@@ -207,7 +207,7 @@ class Bank:
 
         Raises ``ConfigError`` if the sample is not in the bank, or was never written.
         """
-        row = newest_of(self.get(np.array([sample_id])), sample_id, self.spec.name)
+        row = newest_of(self.get(np.array([sample_id])), sample_id, self.spec)
         return self._nearest(row, k, without=sample_id)[0]
 
     def stats(self) -> BankStats:

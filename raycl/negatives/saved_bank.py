@@ -35,7 +35,7 @@ class SavedBank:
     """Rows that answer the questions of a ``Bank``, of the kind of bank ``kind`` or ``embeddings``."""
 
     def __init__(self, spec: BankSpec, rows: Negatives, kind: str) -> None:
-        self._spec, self._rows = spec, rows
+        self.spec, self._rows = spec, rows
         slices = list(self._slices())
         self._measured = [(each, row_lengths(each)) for each in slices]
         stats = sum_up(spec, [], list(map(row_stats, slices)), [])  # without shards
@@ -57,7 +57,7 @@ class SavedBank:
 
     def nearest_of(self, sample_id: int, k: int = 10) -> Neighbors:
         """Return the rows nearest to the newest row of a sample, as :meth:`Bank.nearest_of` does."""
-        row = newest_of(self.get(np.array([sample_id])), sample_id, self._spec.name)
+        row = newest_of(self.get(np.array([sample_id])), sample_id, self.spec)
         return self._nearest(row, k, without=sample_id)[0]
 
     def stats(self) -> BankStats:
@@ -65,7 +65,7 @@ class SavedBank:
         return self._stats
 
     def _nearest(self, query: np.ndarray, k: int, *, without: int | None) -> list[Neighbors]:
-        queries = checked_query(query, k, dim=self._spec.dim)
+        queries = checked_query(query, k, dim=self.spec.dim)
         parts = [
             nearest(rows, queries, k, without=without, lengths=lengths) for rows, lengths in self._measured
         ]
@@ -77,10 +77,11 @@ class SavedBank:
             yield self._rows[start : start + ROWS_PER_GROUP]
 
 
-def read_saved_bank(run: str) -> SavedBank:
+def read_saved_bank(run: str, *, has_text_ids: bool = False) -> SavedBank:
     """Read the last snapshot of a run's bank, or else its embedding snapshot of a few samples.
 
-    Raises ``StorageError``, and ``ConfigError`` if the run has neither.
+    ``has_text_ids`` is as in ``BankSpec``, since the snapshot does not say it. Raises ``StorageError``, and ``ConfigError``
+    if the run has neither.
     """
     place = Place(absolute(run))
     spec = saved_spec(place.uri)
@@ -91,7 +92,7 @@ def read_saved_bank(run: str) -> SavedBank:
             actor = kind(spec, shard)
             actor.load_once()  # the constructor suppresses errors
             shards.append(actor.store.negatives())
-        return SavedBank(spec, concatenate(shards), spec.kind)
+        return SavedBank(replace(spec, has_text_ids=has_text_ids), concatenate(shards), spec.kind)
     probes, snapshot = read_probe_set(place), read_snapshot(place, LATEST)
     if probes is None or snapshot is None or len(probes.sample_id) != len(snapshot.embedding):
         raise ConfigError(

@@ -9,6 +9,7 @@ import numpy as np
 from raycl.arguments import check_type
 from raycl.display import Displayable, Table
 from raycl.errors import ConfigError, first_line
+from raycl.negatives.spec import BankSpec
 from raycl.negatives.store import Negatives
 
 
@@ -71,13 +72,20 @@ def written(rows: Negatives) -> Negatives:
     return rows if is_written.all() else rows[is_written]
 
 
-def newest_of(found: SampleRows, sample_id: int, bank: str) -> np.ndarray:
+def why_missing(sample_id: int, spec: BankSpec) -> str:
+    """Return in one line that a bank has no row of a sample, and what to ask instead."""
+    if spec.has_text_ids:
+        return (
+            f"the bank {spec.name!r} holds no row with the id {sample_id} now: the ids of a queue of texts are hashes "
+            "of the texts, not sample ids; ask with --text"
+        )
+    return f"the bank {spec.name!r} holds no row of sample {sample_id} now; ask for another sample, or ask with an embedding"
+
+
+def newest_of(found: SampleRows, sample_id: int, spec: BankSpec) -> np.ndarray:
     """Return the newest row of a sample, [dim], of its rows; raises ``ConfigError`` if there is none."""
     if len(found) == 0 or found.step.max() < 0:
-        raise ConfigError(
-            f"the bank {bank!r} holds no row of sample {sample_id} now; ask for another sample, "
-            "or ask with an embedding"
-        )
+        raise ConfigError(why_missing(sample_id, spec))
     return found.rows[found.step.argmax()]
 
 

@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raycl.errors import ConfigError, RunError, StorageError, first_line
+from raycl.lease import is_claim
 from raycl.negatives.queue import KeyQueue
 from raycl.negatives.spec import BankSpec
 from raycl.negatives.store import Negatives, State, concatenate
@@ -107,10 +108,20 @@ def check_visible(spec: BankSpec) -> None:
     """Raise ``RunError`` on a node that does not have the folder of the run."""
     output = Place(spec.output)
     if output.is_local and not output.is_folder():
-        raise RunError(
-            f"a shard of the bank {spec.name!r} runs on the node {socket.gethostname()}, which does not have the folder "
-            f"{output}; give a folder that all nodes share, or s3://BUCKET/PREFIX, as --output"
-        )
+        raise _invisible(spec, output)
+
+
+def check_claimed(spec: BankSpec, output: Place) -> None:
+    """Raise ``RunError`` on a node that does not see the claim of the process that writes to a folder."""
+    if not any(map(is_claim, output.written_at())):
+        raise _invisible(spec, output)
+
+
+def _invisible(spec: BankSpec, output: Place) -> RunError:
+    return RunError(
+        f"a shard of the bank {spec.name!r} runs on the node {socket.gethostname()}, which does not have the folder "
+        f"{output}; give a folder that all nodes share, or s3://BUCKET/PREFIX, as --output"
+    )
 
 
 def read_current(spec: BankSpec) -> Current:
@@ -228,7 +239,7 @@ def read_chain(spec: BankSpec, shard: int, step: int) -> tuple[dict[str, str], C
         if after in steps or found.get("id", "") != after_id:
             raise StorageError(
                 f"the snapshot {snapshot_folder(spec, step)} continues one of step {after} that was replaced; "
-                "resume from a checkpoint of another step"
+                "restore the folder from a copy, or begin a new run with another --output"
             )
         steps.append(after)
     num_rows = int(newest.get("increment_rows", 0))
@@ -325,7 +336,7 @@ def _refuse_missing(spec: BankSpec, folder: Place) -> None:
     steps = ", ".join(map(str, snapshot_steps(spec))) or "none"
     raise StorageError(
         f"there is no complete snapshot {folder} of the bank; the steps that have one: {steps}; "
-        "resume from a checkpoint of one of them"
+        "restore the folder from a copy, or begin a new run with another --output"
     )
 
 

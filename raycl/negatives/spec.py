@@ -28,6 +28,7 @@ class BankSpec:
         wire_dtype: Type of the rows of a memory bank in messages; None for ``dtype``.
         momentum: Momentum of the slots of a memory bank.
         detached: Whether the bank outlives the driver that started it.
+        has_text_ids: Whether the ids of its rows are hashes of texts, not sample ids.
         timeout_s: How long to wait for a place in the cluster, and for a shard that is away.
 
     Raises ``ConfigError`` if there are more shards than samples.
@@ -44,6 +45,7 @@ class BankSpec:
     momentum: float = 0.5
     num_shards: int = 1
     detached: bool = False
+    has_text_ids: bool = False
     timeout_s: float = 120.0
 
     def __post_init__(self) -> None:

@@ -1,20 +1,23 @@
 """``raycl runs``: the runs below a folder. It imports neither torch, Ray nor raycl's configuration, to be fast."""
 
 import re
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, final
+from functools import partial
+from typing import Any, TypeVar, final
 
 import yaml
 from pyarrow import fs
 
 from raycl.arguments import Address, as_address
-from raycl.errors import DataError
+from raycl.errors import DataError, StorageError
 from raycl.lease import is_being_written, is_claim
-from raycl.records import CONFIG, METRICS, RESULT, ROLLBACK, as_object, read_line
+from raycl.records import CONFIG, DATA, METRICS, RESULT, ROLLBACK, as_object, read_line
 from raycl.storage import Place, absolute, parse_object
 
+Answer = TypeVar("Answer")
 MAX_DEPTH = 3  # folders below the given one
 _NUM_THREADS = 16  # for an object store, whose answers take long
 _EVALUATION_METRICS = ("knn_top1", "recall_at_10")
@@ -61,20 +64,43 @@ class RunSummary:
 def list_runs(folder: Address) -> list[RunSummary]:
     """Return the runs in a folder, local or on S3, and in the folders below it, up to three levels deep.
 
-    Raises ``DataError`` if there is no such folder, and ``StorageError`` if one cannot be read.
+    Folders below it that cannot be read are skipped, and a line names them. Raises ``DataError`` if there is no such
+    folder, and ``StorageError`` if it cannot be read.
     """
     root = Place(absolute(as_address("folder", folder)))
     if not root.is_folder():
         raise DataError(f"{root} is not a folder; give one that holds runs")
+    skipped: dict[str, StorageError] = {}
+
+    def tried(place: Place, read: Callable[[], Answer]) -> Answer | None:
+        try:
+            return read()
+        except StorageError as error:
+            if place == root:
+                raise
+            skipped[place.path] = error
+            return None
+
     found: list[tuple[Place, dict[str, fs.FileInfo]]] = []
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         level = [root]
         for _ in range(MAX_DEPTH + 1):
-            listed = list(zip(level, pool.map(Place.entries, level), strict=True))
-            found += [(place, entries) for place, entries in listed if CONFIG in entries]
+            listed = list(pool.map(lambda each: (each, tried(each, each.entries) or {}), level))
+            found += [(place, entries) for place, entries in listed if _is_run(entries)]
             level = [each for place, entries in listed for each in _folders(place, entries)]
-        runs = pool.map(_summary, *zip(*found, strict=True)) if found else []
-        return sorted((run for run in runs if run is not None), key=lambda run: run.name)
+        runs = list(pool.map(lambda each: tried(each[0], partial(_summary, *each)), found))
+    if skipped:
+        first = min(skipped)
+        print(
+            f"folders that cannot be read were skipped: {', '.join(sorted(skipped))} ({skipped[first]})",
+            file=sys.stderr,
+        )
+    return sorted((run for run in runs if run is not None), key=lambda run: run.name)
+
+
+def _is_run(entries: Mapping[str, fs.FileInfo]) -> bool:
+    """Whether these are the files of a run, which has more than a ``config.yaml``: other programs have one, too."""
+    return CONFIG in entries and any(name in (DATA, METRICS, RESULT) or is_claim(name) for name in entries)
 
 
 def _folders(place: Place, entries: Mapping[str, fs.FileInfo]) -> list[Place]:
@@ -83,7 +109,7 @@ def _folders(place: Place, entries: Mapping[str, fs.FileInfo]) -> list[Place]:
         name: info.type == fs.FileType.Directory for name, info in entries.items()
     }  # a socket is none
     names = [name for name in entries if is_folder[name] and not name.startswith((".", "_"))]
-    return [] if CONFIG in entries else [place / name for name in names]
+    return [] if _is_run(entries) else [place / name for name in names]
 
 
 def _summary(output: Place, entries: Mapping[str, fs.FileInfo]) -> RunSummary | None:

@@ -8,6 +8,7 @@ from raycl.config import RunConfig
 from raycl.config.overrides import config_from_yaml
 from raycl.embedding_snapshot import FIRST, LATEST, EmbeddingSnapshot, ProbeSet, read_probe_set, read_snapshot
 from raycl.errors import DataError
+from raycl.lease import is_being_written
 from raycl.provenance import read_commands
 from raycl.records import CONFIG, DATA, METRICS, RESULT, read_object, run_name, with_new_names
 from raycl.report.history import History, read_history
@@ -63,7 +64,9 @@ def read_run(uri: str, *, with_snapshots: bool = True) -> Run:
     result = with_new_names(_values(output / RESULT))
     has_metrics = (output / METRICS).exists()
     if not has_metrics and result.get("status") not in ("failed", "stopped", "finished"):
-        raise DataError(f"{uri} has no metrics yet: its run has just started; try again in a minute")
+        started = "its run has just started; try again in a minute"
+        ended = "its run ended before its first logged step; repeat its `raycl train` with --resume"
+        raise DataError(f"{uri} has no metrics yet: {started if is_being_written(output) else ended}")
     text = (output / CONFIG).read_text()
     probes, snapshots = None, [None, None]
     if with_snapshots and (probes := read_probe_set(output)) is not None:

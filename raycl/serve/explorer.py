@@ -14,7 +14,7 @@ from starlette.concurrency import run_in_threadpool
 from raycl.errors import ConfigError, DataError, RayclError, RunError, StorageError
 from raycl.negatives.bank import Bank
 from raycl.negatives.saved_bank import SavedBank
-from raycl.negatives.search import Neighbors
+from raycl.negatives.search import Neighbors, why_missing
 from raycl.negatives.stats import BankStats
 from raycl.records import METRICS, last_checkpoint
 from raycl.report.history import Series, read_history
@@ -248,7 +248,7 @@ class Explorer:
         """Return the norms and ages of a sample's rows."""
         found = self._ask_of_sample(lambda bank: bank.get(np.array([sample_id])))
         if not len(found):
-            raise UnknownSampleError(f"the bank holds no row of sample {sample_id} now; give another id")
+            raise UnknownSampleError(why_missing(sample_id, self.bank.ask(lambda bank: bank.spec)))
         self.num_answered += 1
         newest = found.newest_step
         by_step = sorted(zip(found.step.tolist(), _norms(found.rows), strict=True), reverse=True)

@@ -3,20 +3,26 @@
 import base64
 import io
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, final
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
+from raycl.config.overrides import config_from_yaml
 from raycl.data.columns import ColumnNames
 from raycl.data.discovery import find_source
 from raycl.data.images import ImageFormat, InvalidImageError, image_sides
 from raycl.data.labels import NO_LABEL
-from raycl.data.sources import Fragment
-from raycl.errors import ConfigError, DataError
+from raycl.data.sources import Fragment, Source, plain_values
+from raycl.data.texts import ids_and_rows
+from raycl.errors import ConfigError, DataError, InvalidValueError
+from raycl.records import CONFIG
 from raycl.serve.schemas import Sample, Text
+from raycl.storage import Place
 from raycl.tokenization import InvalidTextError, read_text
 
 THUMBNAIL = 128  # pixels of the longer side
@@ -24,6 +30,8 @@ _CACHE_SIZE = 512
 _MAX_PNG_SIDE = 64  # larger thumbnails are smaller as JPEG
 _MAX_TEXT = 2_000  # characters
 _TEXT_COLUMNS = ("text", "caption", "query", "document")
+
+ReadIds = Callable[[Source], tuple[NDArray[np.int64], NDArray[np.int64]]]
 
 
 class UnknownSampleError(ConfigError):
@@ -34,11 +42,17 @@ class UnknownSampleError(ConfigError):
 class SampleViewer:
     """Show samples of a data set, each read when needed.
 
-    Raises ``DataError`` and ``StorageError`` as :func:`find_source` does.
+    ``read_ids`` returns ids and the numbers of their rows, by default the ids of the data. Raises ``DataError`` and
+    ``StorageError`` as :func:`find_source` does.
     """
 
-    def __init__(self, uri: str, columns: ColumnNames, *, max_pixels: int) -> None:
+    def __init__(
+        self, uri: str, columns: ColumnNames, *, max_pixels: int, read_ids: ReadIds | None = None
+    ) -> None:
         self.source = find_source(uri, columns)
+        self._read_ids = read_ids
+        if read_ids is None and self.source.columns.sample_id is not None:
+            self._read_ids = _own_ids
         self._first_ids = np.array([fragment.first_id for fragment in self.source.fragments])
         self._max_pixels = max_pixels
         self._index: tuple[np.ndarray, np.ndarray] | None = None  # sorted ids, and their rows
@@ -65,22 +79,53 @@ class SampleViewer:
         return Sample(sample_id=str(sample_id), image=image, texts=texts, label=name)
 
     def _row_of(self, sample_id: int) -> int:
-        """Return the number of a sample's row: its id, or looked up in a data set with its own ids."""
+        """Return the number of a sample's row: its id, or looked up among other ids."""
         row = sample_id
-        if self.source.columns.sample_id is not None:
+        if self._read_ids is not None:
             with self._lock:  # a page requests many images at once
                 if self._index is None:
-                    ids = self.source.sample_ids(self.source.fragments)
+                    ids, rows = self._read_ids(self.source)
                     order = np.argsort(ids, kind="stable")
-                    self._index = ids[order], order
-            ids, order = self._index
+                    self._index = ids[order], rows[order]
+            ids, rows = self._index
             at = int(np.searchsorted(ids, sample_id))
-            row = int(order[at]) if at < len(ids) and ids[at] == sample_id else -1
+            row = int(rows[at]) if at < len(ids) and ids[at] == sample_id else -1
         if not 0 <= row < self.source.num_rows:
             raise UnknownSampleError(
                 f"{self.source.uri} has no sample {sample_id}; give the training data of the run as --data"
             )
         return row
+
+
+def rows_by_text(run: str, source: Source) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the id of each text of a run's keys in a data set, and the number of its row.
+
+    It tokenizes the whole column of these texts, as the run did.
+    """
+    # As in QueryEncoder.
+    from raycl.models.build import load_tokenizer
+    from raycl.training.transforms import build_formats
+
+    config = config_from_yaml((Place(run) / CONFIG).read_text(), name=run, trained=True)
+    role, ids, numbers = config.key_text_role, [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    column = source.columns.contents.get(role)
+    if column is None:
+        return ids[0], numbers[0]
+    text_format = build_formats(config, load_tokenizer(run), source.columns)[role]
+    for fragment in source.fragments:
+        for first, table in source.tables(fragment, [column]):
+            decoded = text_format.decode_all(plain_values(table[column]))
+            valid = [place for place, each in enumerate(decoded) if not isinstance(each, InvalidValueError)]
+            texts = text_format.read(text_format.store([decoded[place] for place in valid]))
+            text_ids, rows = ids_and_rows(texts)
+            ids.append(text_ids)
+            numbers.append(np.array(valid, np.int64)[rows] + first - fragment.start + fragment.first_id)
+    return np.concatenate(ids), np.concatenate(numbers)
+
+
+def _own_ids(source: Source) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    ids = source.sample_ids(source.fragments)
+    return ids, np.arange(len(ids))
 
 
 def _one_row(fragment: Fragment, offset: int) -> Fragment:

@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
@@ -25,10 +25,11 @@ from raycl.serve.explorer import (
     RepresentationEncoder,
     RunProgress,
 )
-from raycl.serve.sample_viewer import SampleViewer
+from raycl.serve.sample_viewer import SampleViewer, rows_by_text
 from raycl.serve.schemas import QueryKind
 from raycl.storage import Place, absolute
 
+View = Callable[[str, ColumnNames], SampleViewer]
 _PATIENCE_S = 8.0  # a page waits less long for a shard than a worker does
 
 # By kind of data: the columns that the page shows, and the queries that the encoder accepts.
@@ -47,7 +48,8 @@ class ServeTarget:
     """The name of a bank, and the addresses of its run and samples, to be pickled.
 
     ``queries`` are the kinds that the run's encoder accepts, if any; ``trusted`` is the value of
-    RAYCL_TRUSTED, the packages whose networks may be built.
+    RAYCL_TRUSTED, the packages whose networks may be built. ``text_ids_of`` is the bank's run if its ids are those of
+    texts.
     """
 
     bank: str
@@ -58,10 +60,14 @@ class ServeTarget:
     max_pixels: int
     token: str
     trusted: str
+    text_ids_of: str | None = None
 
     def explorer(self) -> Explorer:
         """Create the explorer, in any process of the cluster."""
-        samples = SampleViewer(self.data, self.columns, max_pixels=self.max_pixels) if self.data else None
+        by_text = None if self.text_ids_of is None else partial(rows_by_text, self.text_ids_of)
+        samples = None
+        if self.data:
+            samples = SampleViewer(self.data, self.columns, max_pixels=self.max_pixels, read_ids=by_text)
         bank = ReconnectingBank(partial(connect_bank, self.bank, timeout_s=_PATIENCE_S))
         return Explorer(
             bank=bank,
@@ -80,8 +86,8 @@ def find_target(
     ``settings`` replace the run's names of the columns of ``data``.
     Raises ``RayclError`` if one of them is invalid. Without ``run`` and ``data`` the run may be unreadable.
     """
-    output = connect_bank(bank).spec.output
-    place = Place(absolute(run or output))
+    spec = connect_bank(bank).spec
+    place = Place(absolute(run or spec.output))
     columns, queries, max_pixels = ColumnNames(), (), 0
     try:
         config = _config_of(place, settings)
@@ -100,6 +106,7 @@ def find_target(
         max_pixels=max_pixels,
         token=token,
         trusted=os.environ.get("RAYCL_TRUSTED", ""),
+        text_ids_of=spec.output if spec.has_text_ids else None,
     )
 
 
@@ -113,13 +120,20 @@ def saved_explorer(
     """
     place = find_run(run)
     config = _config_of(place, settings)
-    columns, max_pixels = columns_of(config), config.data.max_pixels
-    bank = read_saved_bank(run) if embeddings is None else read_embedded(run, embeddings)
+    if embeddings is None:
+        bank = read_saved_bank(run, has_text_ids=config.has_text_ids)
+    else:
+        bank = read_embedded(run, embeddings)
+    view = partial(
+        SampleViewer,
+        max_pixels=config.data.max_pixels,
+        read_ids=partial(rows_by_text, place.uri) if bank.spec.has_text_ids else None,
+    )
     samples = None
     if data is not None:
-        samples = _viewer(data, columns, max_pixels=max_pixels)
+        samples = _viewer(data, columns_of(config), view)
     elif embeddings is None:
-        samples = _training_data(place, columns, max_pixels=max_pixels)
+        samples = _training_data(place, columns_of(config), view)
     queries = _SHOWN[config.data.kind][1]
     is_bank = bank.stats().kind != "embeddings"
     return Explorer(
@@ -131,27 +145,27 @@ def saved_explorer(
     )
 
 
-def _viewer(data: str, columns: ColumnNames, *, max_pixels: int) -> SampleViewer:
+def _viewer(data: str, columns: ColumnNames, view: View) -> SampleViewer:
     """Show a data set, which may have one of two contents: embedded documents come without queries."""
     contents = columns.contents
     try:
-        return SampleViewer(data, columns, max_pixels=max_pixels)
+        return view(data, columns)
     except DataError:
         for role in contents if len(contents) > 1 else ():
             others = dict.fromkeys(contents.keys() - {role})
             with contextlib.suppress(DataError):
-                return SampleViewer(data, replace(columns, **others), max_pixels=max_pixels)
+                return view(data, replace(columns, **others))
         raise
 
 
-def _training_data(run: Place, columns: ColumnNames, *, max_pixels: int) -> SampleViewer | None:
+def _training_data(run: Place, columns: ColumnNames, view: View) -> SampleViewer | None:
     """Show the training data of a run by its ids; None, with a line about the reason, if their rows have other ids."""
     with contextlib.suppress(RayclError, ValueError, KeyError, TypeError):  # the data may have moved
         described = json.loads((run / DATA).read_text())
         trained_on = described["data"]
         # Neither several data sets nor a Ray Dataset; a run of others must not choose an endpoint or a key.
         if isinstance(trained_on, str) and not {"?", "@"} & set(trained_on):
-            viewer = SampleViewer(trained_on, columns, max_pixels=max_pixels)
+            viewer = view(trained_on, columns)
             if not (reason := _why_other_ids(viewer.source, described)):
                 return viewer
             print(f"the page shows ids only: {reason}", file=sys.stderr)

@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from raycl.data.in_memory import Batch, InMemoryDataset, pixels_of, texts_of, tokens_of
+from raycl.data.texts import TokenLists, Tokens, ids_and_rows
 from raycl.step_replay.rows import RunRows
 from raycl.step_replay.softmax import Candidate, LossInputs
 from raycl.training.views import Views
@@ -56,7 +57,7 @@ class StepSamples:
     def __init__(self, rows: RunRows, views: Views, inputs: LossInputs, shown: Iterable[Candidate]) -> None:
         self._rows, self._views, self._inputs = rows, views, inputs
         self._config = rows.run.config
-        self._kind = self._config.data.kind
+        self._kind, self._role = self._config.data.kind, self._config.key_text_role
         self._known: dict[Candidate, RenderedSample] = {}
         self._source = rows.sources[views.data_set]
         stored = [self._stored_name(each) for each in shown if each.place == "stored"]
@@ -117,7 +118,7 @@ class StepSamples:
 
     def _of_stored(self, name: int) -> RenderedSample:
         """Return the sample that a stored row is of; a queue names the rows of texts by their text."""
-        if self._kind == "image" or self._config.negatives.store == "memory_bank":
+        if not self._config.has_text_ids:
             return self._of_data(name)
         position = self._by_text.get(name)
         if position is None:
@@ -150,27 +151,16 @@ class StepSamples:
         label = -1 if place is None else int(self._data_set.label[place])
         return None if label < 0 else self._source.label_name(label)
 
-    @property
-    def _role(self) -> str:
-        """The column of the keys' texts."""
-        return {"text": "text", "image_text": "caption"}.get(self._kind, "document")
-
     @cached_property
     def _by_text(self) -> dict[int, int]:
         """The position of a row with each text, by text id."""
         found: dict[int, int] = {}
         start = 0
         for batch in self._data_set.batches(4_096):
-            if self._role == "document":
-                found |= zip(
-                    tokens_of(batch, self._role).text_id.tolist(),
-                    range(start, start + len(batch)),
-                    strict=True,
-                )
-            else:
-                texts = texts_of(batch, self._role)
-                rows = np.repeat(np.arange(start, start + len(batch)), texts.counts)
-                found |= zip(texts.tokens.text_id.tolist(), rows.tolist(), strict=True)
+            texts = batch.contents[self._role]
+            assert isinstance(texts, Tokens | TokenLists), "keys are texts"
+            text_ids, rows = ids_and_rows(texts)
+            found |= zip(text_ids.tolist(), (start + rows).tolist(), strict=True)
             start += len(batch)
         return found
 

@@ -45,6 +45,7 @@ def bank_spec(config: RunConfig, *, output: str, name: str, num_samples: int | N
         momentum=config.negatives.bank_momentum,
         num_shards=1 if is_queue else config.bank.shards,
         detached=config.bank.detached,
+        has_text_ids=config.has_text_ids,
         timeout_s=shard_timeout_s(config),
     )
 

@@ -210,7 +210,7 @@ def test_each_fact_is_a_line_without_json(bank_command, slots: Bank) -> None:
         (["stats", "missing"], "no bank 'missing'.*'slots'"),
         (["nearest", "slots", "--id", 8], "no slot for the samples 8"),
         (["get", "slots", "--id", 8], "no slot for the samples 8"),
-        (["get", "keys", "--id", 77], "has no row of 77"),
+        (["get", "keys", "--id", 77], "holds no row of sample 77"),
         (["nearest", "keys", "--id", 77], "holds no row of sample 77"),
         (["nearest", "slots", "--id", 7, "-k", 0], "-k must be at least 1"),
         (["nearest", "slots"], "one of --id, --image, --text and --vector"),
