@@ -160,6 +160,11 @@ class Tokenizer:
         content = json.dumps(json.loads(self._text), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
+    @property
+    def adds_special_tokens(self) -> bool:
+        """Whether special tokens come before or after each text, such as [CLS]."""
+        return bool(self._before or self._after)
+
     @cached_property
     def special_tokens(self) -> tuple[int, ...]:
         """The ids of tokens that stand for no text, such as padding and [CLS]."""

@@ -57,6 +57,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "bag_of_subwords": SMALL,
     "bag_of_subwords, unweighted": SMALL | {"weighted": False},
     "bag_of_subwords, shallow": SMALL | {"hidden_dim": 0},
+    "bag_of_subwords, no bias": SMALL | {"hidden_dim": 0, "bias": False},
     "transformer": SMALL | {"num_layers": 2, "num_heads": 3},
     "transformer, cls": SMALL | {"num_layers": 1, "pooling": "cls"},
 }

@@ -44,9 +44,9 @@ _VALID: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def check_package(to: str | None) -> None:
     """Raise ``ConfigError`` unless encoders can be exported to the package."""
-    if to not in ("sentence_transformers", "torchvision", "timm", "onnx", None):
+    if to not in ("sentence_transformers", "model2vec", "torchvision", "timm", "onnx", None):
         raise ConfigError(
-            f"cannot export to {to!r}; there are sentence_transformers, torchvision, timm and onnx"
+            f"cannot export to {to!r}; there are sentence_transformers, model2vec, torchvision, timm and onnx"
         )
     missing = [each for each in ("onnx", "onnxscript") if to == "onnx" and find_spec(each) is None]
     if missing:

@@ -163,7 +163,8 @@ class BagOfSubwords(nn.Module):
     Encodes tokens [batch, length] to [batch, dim]; the order of the tokens does not matter.
     ``weighted`` learns a positive weight per token, starting from ``first_weights`` (inverse document
     frequencies work well) or from 1. With ``sublinear_tf``, a token that occurs c times in a text counts
-    1 + ln(c) times, as in TF-IDF. ``hidden_dim=0`` omits the network.
+    1 + ln(c) times, as in TF-IDF. ``hidden_dim=0`` omits the network, and ``bias=False`` the bias of the LayerNorm;
+    model2vec can compute a bag without either.
     """
 
     def __init__(
@@ -176,6 +177,7 @@ class BagOfSubwords(nn.Module):
         dropout: float = 0.1,
         weighted: bool = True,
         sublinear_tf: bool = False,
+        bias: bool = True,
         first_weights: Sequence[float] | None = None,
     ) -> None:
         super().__init__()
@@ -188,7 +190,7 @@ class BagOfSubwords(nn.Module):
         self.log_weights = nn.Parameter(torch.zeros(num_tokens)) if weighted else None
         if first_weights is not None:
             self.start_weights(torch.as_tensor(first_weights))
-        self.norm = nn.LayerNorm(dim)
+        self.norm = nn.LayerNorm(dim, bias=bias)
         self.dropout = nn.Dropout(dropout)
         self.network: nn.Sequential | None = None
         if hidden_dim:

@@ -304,7 +304,8 @@ def _bag(network: BagOfSubwords, tokens: Sequence[str], ids: Tensor) -> Iterator
         yield _Module("WordWeights", _config_file(vocab=list(tokens), word_weights=by_token))
     dim = network.norm.normalized_shape[0]
     yield _pooling(dim, "mean")
-    yield _Module("LayerNorm", _config_file(dimension=dim) | _weights_file(_prefixed("norm", network.norm)))
+    norm = {"norm.bias": torch.zeros(dim), **_prefixed("norm", network.norm)}  # a bag may have no bias
+    yield _Module("LayerNorm", _config_file(dimension=dim) | _weights_file(norm))
     if network.network is not None:
         widen, narrow = (layer for layer in network.network if isinstance(layer, nn.Linear))
         # The residual passes through the layers as two rows, since GELU(x) - GELU(-x) is x.
