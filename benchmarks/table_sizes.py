@@ -26,9 +26,7 @@ def measure(folder: Path, dims: int, dtype: str, pairs: dict[str, list]) -> Line
     with tempfile.TemporaryDirectory() as saved:
         model.save_pretrained(saved)
         size = (Path(saved) / "model.safetensors").stat().st_size
-    left, right = (
-        np.asarray(model.encode(pairs[name]), np.float64) for name in ("sentence1", "sentence2")
-    )
+    left, right = (np.asarray(model.encode(pairs[name]), np.float64) for name in ("sentence1", "sentence2"))
     cosine = (left * right).sum(1) / np.linalg.norm(left, axis=1) / np.linalg.norm(right, axis=1)
     scores = sts_scores(cosine, np.array(pairs["score"]), pairs["dataset"])
     return {"dims": dims, "dtype": dtype, "MB": size / 1e6, "mean": 100 * scores["mean"]} | {

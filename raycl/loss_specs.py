@@ -107,6 +107,7 @@ class LossSettings:
     view_mean: str = "geometric"
     num_views: int = 2
     teacher_temperature: float = 0.1
+    teacher_keys: bool = False
     proximal_weight: float = 0.0
     log_frequency: Any = None
     refines_logq: bool = False
@@ -198,7 +199,7 @@ LOSSES: dict[str, LossSpec] = {
         taught=True,
         needs_batch=True,
         row_weights=True,
-        settings=("temperature", "teacher_temperature"),
+        settings=("temperature", "teacher_temperature", "teacher_keys"),
     ),
     "nnclr": LossSpec(
         objective="raycl.losses.nnclr:Nnclr",

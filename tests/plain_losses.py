@@ -420,12 +420,16 @@ def plain_distillation(
     teacher: tuple[Tensor, Tensor],
     *,
     teacher_temperature: float,
+    teacher_keys: bool = False,
     weight: Tensor | None = None,
 ) -> Tensor:
     """Compute the cross-entropy of the teacher's and the student's softmax, from queries to keys and back."""
     of_rows, of_columns = (rows.to(queries) for rows in teacher)
     of_teacher, of_student = of_rows @ of_columns.T / teacher_temperature, queries @ keys.T / temperature
-    ways = (of_teacher, of_student), (of_teacher.T, of_student.T)
+    back = of_student.T
+    if teacher_keys:
+        of_student, back = queries @ of_columns.T / temperature, keys @ of_rows.T / temperature
+    ways = (of_teacher, of_student), (of_teacher.T, back)
     rows = [-(right.softmax(1) * logits.log_softmax(1)).sum(1) for right, logits in ways]
     return weighted_mean((rows[0] + rows[1]) / 2, weight)
 

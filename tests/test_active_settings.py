@@ -109,6 +109,7 @@ OTHERS: dict[str, Any] = {
     "stages.0.logq_correction": "refined",
     "stages.0.view_mean": "arithmetic",
     "stages.0.teacher_temperature": 0.25,
+    "stages.0.teacher_keys": True,
     "stages.0.final_hinge_weight": 0.25,
     "stages.0.matryoshka_dims": [8, 4],
     "stages.0.matryoshka_weights": [0.5, 0.25],

@@ -10,6 +10,7 @@ from raycl.errors import ConfigError
 from raycl.losses import distillation
 from raycl.losses.guide import Guide
 from raycl.recipes import recipe
+from raycl.training.data_module import check_width
 from tests.embeddings import make_views
 from tests.gradients import assert_close, leaves, value_and_gradients
 from tests.plain_losses import plain_distillation
@@ -34,6 +35,14 @@ def test_the_learned_temperature_has_the_gradient_of_the_formula() -> None:
     assert_close(value_and_gradients(value, inputs), value_and_gradients(plain, inputs), 1e-7)
 
 
+def test_the_teachers_embeddings_as_keys_have_the_gradient_of_the_formula() -> None:
+    teacher, inputs = make_views(40, 6, seed=3), leaves(QUERY, KEY, torch.tensor(0.3), dtype=torch.float64)
+    settings: dict[str, Any] = {"teacher_temperature": 0.1, "teacher_keys": True}
+    value = distillation(*inputs[:2], Guide.of(*teacher), temperature=inputs[2], **settings)
+    plain = plain_distillation(*inputs, teacher, **settings)
+    assert_close(value_and_gradients(value, inputs), value_and_gradients(plain, inputs), 1e-7)
+
+
 def test_half_precision_of_the_student_and_its_teacher_is_computed_in_float32() -> None:
     teacher = make_views(40, 9, seed=3)
     settings: dict[str, Any] = {"temperature": 0.1, "teacher_temperature": 0.1}
@@ -51,6 +60,10 @@ def test_half_precision_of_the_student_and_its_teacher_is_computed_in_float32() 
         ({"temperature": -1.0}, "the temperature must be above 0, got -1"),
         ({"teacher": Guide.of(QUERY[:3], KEY[:3])}, "the guide has 3 queries, 3 keys and 0 negatives"),
         ({"offset": 1}, "this worker's rows lie outside the gathered rows"),
+        (
+            {"teacher": Guide.of(*make_views(40, 9)), "teacher_keys": True},
+            "the student has 6 numbers and the teacher 9; set projection_head.dim=9",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -82,6 +95,20 @@ def test_a_run_without_a_fitting_teacher_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         override(recipe(name, image_size=32), {"stages.0.loss": "distillation", **settings})
+
+
+def test_a_teacher_of_another_width_and_prefixes_are_refused() -> None:
+    settings = {
+        "negatives.guide.query": "teacher",
+        "stages.0.loss": "distillation",
+        "stages.0.teacher_keys": True,
+    }
+    config = override(recipe("simcse"), settings)
+    check_width(config, 256)
+    with pytest.raises(ConfigError, match="has 256 numbers and its teacher 384; set projection_head.dim=384"):
+        check_width(config, 384)
+    with pytest.raises(ConfigError, match="teacher_keys compares whole embeddings"):
+        override(config, {"stages.0.matryoshka_dims": [64]})
 
 
 def test_a_stage_that_cannot_use_the_teacher_is_refused_with_a_working_remedy() -> None:

@@ -326,6 +326,8 @@ def _problem_of_prefixes(run: "RunConfig", stage: Stage) -> str | None:
             f"loss {stage.loss} estimates one normalizing constant, which differs between prefixes; "
             "remove matryoshka_dims, or set loss to info_nce"
         )
+    if stage.teacher_keys:
+        return "teacher_keys compares whole embeddings with the teacher's; remove it, or matryoshka_dims"
     if LOSSES[stage.loss].partition:
         return (
             f"loss {stage.loss} stores one partition function of a sample, which differs between prefixes; "

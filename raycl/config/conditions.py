@@ -318,6 +318,7 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
         Condition("three or more views of a sample (augment.views)", lambda run, _: run.num_views > 2),
     ),
     "stages.N.teacher_temperature": (_when_loss_has("teacher_temperature"),),
+    "stages.N.teacher_keys": (_when_loss_has("teacher_keys"),),
     "stages.N.margin": (_HINGE,),
     "stages.N.hardest_negative": (_HINGE,),
     "stages.N.hinge_weight": (_MIXES,),

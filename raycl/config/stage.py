@@ -82,6 +82,11 @@ class Stage(Section):
     teacher_temperature: Positive = 0.1
     """Divisor of the teacher's cosines in ``distillation``; a low one leaves the nearest samples only."""
 
+    teacher_keys: bool = False
+    """Whether ``distillation`` compares the student with the teacher's embeddings in place of its own; both then need
+    the same width, ``projection_head.dim``.
+    """
+
     margin: Positive = 0.2
     """Margin of the hinge, in cosine; 0.2 as in VSE++ (Faghri et al., 2018)."""
 

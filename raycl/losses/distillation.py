@@ -38,6 +38,7 @@ def distillation(
     *,
     temperature: float | Tensor,
     teacher_temperature: float,
+    teacher_keys: bool = False,
     gathered_query: Tensor | None = None,
     gathered_key: Tensor | None = None,
     offset: int = 0,
@@ -48,7 +49,9 @@ def distillation(
     With p the softmax of the teacher's similarities of a query to all keys / ``teacher_temperature``, and q that of
     query . key / ``temperature``, the loss of the query is the cross-entropy -sum p log q. Keys are compared with
     queries in the same way. The loss is the **mean** over the local_batch pairs and then over the two directions. The
-    teacher's embeddings may have any dim. At most 256 rows of the logits are held at a time.
+    teacher's embeddings may have any dim. With ``teacher_keys``, both are compared with the teacher's embeddings in
+    place of the student's, as in the paper; then the student has the teacher's dim, and learns its directions too. At
+    most 256 rows of the logits are held at a time.
 
     Args:
         query: [local_batch, dim], this worker's embeddings, usually of unit length. Half precision is computed in
@@ -57,6 +60,7 @@ def distillation(
         teacher: the teacher's embeddings of all pairs of the batch, of unit length; its limits are not used.
         temperature: above 0; a 0-d tensor that requires grad is learned, with an exact gradient.
         teacher_temperature: above 0; a low one leaves the nearest rows only.
+        teacher_keys: whether the columns of the student's logits are the teacher's embeddings.
         gathered_query: [batch, dim], the queries of all workers, gathered with gradient. The average of the
             gradients over workers (as in DDP) is the gradient of the whole batch.
         gathered_key: [batch, dim], the keys of all workers, gathered with gradient.
@@ -77,6 +81,12 @@ def distillation(
     check_offset(offset, len(query), len(keys))
     teacher.check(len(keys), 0)
     own, weight = slice(offset, offset + len(query)), checked_weight(weight, query)
+    columns = (teacher.query, teacher.key) if teacher_keys else (queries, keys)
+    if columns[0].shape[1] != query.shape[1]:
+        raise ConfigError(
+            f"teacher_keys needs embeddings of one width, and the student has {query.shape[1]} numbers and the teacher "
+            f"{columns[0].shape[1]}; set projection_head.dim={columns[0].shape[1]}"
+        )
 
     def direction(rows: Tensor, columns: Tensor, of_rows: Tensor, of_columns: Tensor) -> Tensor:
         rows = working_precision(rows)
@@ -84,8 +94,8 @@ def distillation(
         evaluate = partial(_evaluate, targets=targets, weight=weight)
         return fused(evaluate, rows, columns.to(rows), checked_temperature(temperature, rows))
 
-    to_keys = direction(query, keys, teacher.query, teacher.key)
-    return (to_keys + direction(key, queries, teacher.key, teacher.query)) / 2
+    to_keys = direction(query, columns[1], teacher.query, teacher.key)
+    return (to_keys + direction(key, columns[0], teacher.key, teacher.query)) / 2
 
 
 def _targets(of_rows: Tensor, of_columns: Tensor, temperature: float, block: slice) -> Tensor:
@@ -130,6 +140,7 @@ class Distillation:
 
     temperature: float | Tensor
     teacher_temperature: float
+    teacher_keys: bool = False
 
     def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds) -> Tensor:
         """Return the loss."""

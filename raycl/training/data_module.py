@@ -178,7 +178,9 @@ class DataModule:
             return None
         is_pairs = self._config.data.kind == "pairs"
         names = id_columns(self.columns, explicit=bool(settings.explicit)) if is_pairs else []
-        return read_guide(settings.guide, decoded[0].columns(["sample_id", *names]), names)
+        guide = read_guide(settings.guide, decoded[0].columns(["sample_id", *names]), names)
+        check_width(self._config, guide.dim)
+        return guide
 
     def stream(self, output: Place) -> StreamingSampler:
         """Return the training rows, read again every epoch; restore the counts of fragments in a resumed output."""
@@ -356,6 +358,16 @@ def known_tokenizer(config: RunConfig, output: Place, *, resumed: bool) -> Token
             "it, or set encoder.kwargs.pretrained=false"
         )
     return own
+
+
+def check_width(config: RunConfig, teacher_dim: int) -> None:
+    """Raise ``ConfigError`` if a stage compares embeddings with a teacher's of another width."""
+    dim = config.projection_head.dim
+    if dim != teacher_dim and any(stage.teacher_keys for stage in config.stages):
+        raise ConfigError(
+            f"teacher_keys needs embeddings of one width, and the run has {dim} numbers and its teacher {teacher_dim}; "
+            f"set projection_head.dim={teacher_dim}, or remove teacher_keys"
+        )
 
 
 def check_prompts(text: TextConfig, tokenizer: Tokenizer) -> None:

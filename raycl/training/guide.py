@@ -44,6 +44,11 @@ class GuideTables:
     margin: float
     relative: bool
 
+    @property
+    def dim(self) -> int:
+        """The width of the embeddings."""
+        return self.query.rows.shape[1]
+
     def of(
         self,
         query_id: NDArray[np.int64],

@@ -174,6 +174,7 @@ class TrainState:
             view_mean=stage.view_mean,
             num_views=config.num_views,
             teacher_temperature=stage.teacher_temperature,
+            teacher_keys=stage.teacher_keys,
             proximal_weight=stage.proximal_weight,
             log_frequency=None if correction == "none" else frequencies,
             refines_logq=correction == "refined",

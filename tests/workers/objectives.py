@@ -215,23 +215,25 @@ def _info_nce_guided_views(batch: Batch, **margin: Any) -> Tensor:
     return plain_info_nce(*rows, ids=ids, nearer=nearer, weight=batch.weight)
 
 
-def _distillation(batch: Batch, *, of_samples: bool) -> Tensor:
+def _distillation(batch: Batch, *, of_samples: bool, teacher_keys: bool) -> Tensor:
     query, key, _ = batch.guide
     rows = batch.query, batch.key, batch.temperature, (query, query if of_samples else key)
-    return plain_distillation(*rows, teacher_temperature=0.1, weight=batch.weight)
+    settings: dict[str, Any] = {"teacher_temperature": 0.1, "teacher_keys": teacher_keys}
+    return plain_distillation(*rows, **settings, weight=batch.weight)
 
 
-def _distillation_case(*, of_samples: bool) -> Case:
+def _distillation_case(*, of_samples: bool, teacher_keys: bool = False) -> Case:
     sides = ("query",) if of_samples else ("query", "document")
     return Case(
         loss="distillation",
-        plain=partial(_distillation, of_samples=of_samples),
-        settings={"teacher_temperature": 0.1},
+        plain=partial(_distillation, of_samples=of_samples, teacher_keys=teacher_keys),
+        settings={"teacher_temperature": 0.1, "teacher_keys": teacher_keys},
         pairs=not of_samples,
         no_ring=GATHERS,
         recipe="simclr" if of_samples else "two_tower",
         guide={},
-        run={f"negatives.guide.{side}": f"guide/{side}" for side in sides},
+        run={f"negatives.guide.{side}": f"guide/{side}" for side in sides}
+        | ({"stages.0.teacher_keys": True} if teacher_keys else {}),
     )
 
 
@@ -369,6 +371,8 @@ CASES = {
     "info_nce of pairs, guide": _guided_case("info_nce", _info_nce_guided, margin=0.1, strategy="relative"),
     "distillation": _distillation_case(of_samples=True),
     "distillation of pairs": _distillation_case(of_samples=False),
+    "distillation, teacher_keys": _distillation_case(of_samples=True, teacher_keys=True),
+    "distillation of pairs, teacher_keys": _distillation_case(of_samples=False, teacher_keys=True),
     "siglip": Case(loss="siglip", plain=_siglip, pairs=True, recipe="two_tower"),
     "dcl": Case(loss="dcl", plain=of_views(plain_dcl)),
     "dclw": Case(loss="dclw", plain=of_views(plain_dcl, sigma=0.5)),
@@ -453,16 +457,17 @@ def make_weights(setup: Setup) -> Tensor:
     return (sample % 7 * (1 + 2 * sample // setup.batch)).double()
 
 
-def make_guide(setup: Setup) -> tuple[Tensor, Tensor, Tensor]:
+def make_guide(case: Case, setup: Setup) -> tuple[Tensor, Tensor, Tensor]:
     """Return a guide's queries, keys and explicit negatives: of other numbers than the rows, but related."""
-    views = make_views(setup.batch, 7, noise=0.6, seed=11)
-    return *views, make_rows(16 * setup.scale, 7, seed=12)
+    dim = setup.dim if case.settings.get("teacher_keys") else 7
+    views = make_views(setup.batch, dim, noise=0.6, seed=11)
+    return *views, make_rows(16 * setup.scale, dim, seed=12)
 
 
 def _guide_of(case: Case, setup: Setup, own: slice, explicit: slice | None) -> Guide | None:
     if case.guide is None:
         return None
-    query, key, negatives = make_guide(setup)
+    query, key, negatives = make_guide(case, setup)
     if not case.pairs:
         key = query  # both views of a sample have one embedding
     return Guide.of(query[own], key[own], None if explicit is None else negatives[explicit], **case.guide)
@@ -557,6 +562,6 @@ def _on_the_whole_batch(name: str, setup: Setup) -> list[Tensor]:
         other_id=torch.cat([ids[kind][: len(pool) if used[kind] else 0] for kind, pool in pools.items()]),
         label=ids["label"],
         weight=make_weights(setup) if setup.weights else None,
-        guide=make_guide(setup),
+        guide=make_guide(case, setup),
     )
     return results(case.plain(batch), inputs)
