@@ -16,7 +16,7 @@ def main() -> None:
     options = make_parser(__doc__, reports=False, model=Path, output=Path, layers=1).parse_args()
     model = AutoModel.from_pretrained(options.model)
     model.encoder.layer = model.encoder.layer[: options.layers]
-    model.config.num_hidden_layers = options.layers
+    model.config.num_hidden_layers = len(model.encoder.layer)
     model.config.hidden_dropout_prob = model.config.attention_probs_dropout_prob = 0.0
     model.save_pretrained(options.output)
     AutoTokenizer.from_pretrained(options.model).save_pretrained(options.output)

@@ -1,6 +1,6 @@
 """Sentence similarity (STS) by a table of subword vectors, whole, with fewer numbers and as int8.
 
-    python benchmarks/table_sizes.py --table FOLDER --test FILE [--dims 256 128 64] [--json FILE]
+    python benchmarks/table_sizes.py --table FOLDER --test FILE [--dims 128 64] [--json FILE]
 
 ``raycl export --to model2vec`` writes FOLDER, and ``pip install model2vec`` reads it. FILE has the columns
 ``sentence1``, ``sentence2``, ``score`` and ``dataset``. Each line is Spearman's correlation of all pairs of a data set,
@@ -20,8 +20,8 @@ from raycl.evaluation.metrics import sts_scores
 DTYPES = "float32", "int8"
 
 
-def measure(folder: Path, dims: int, dtype: str, pairs: dict[str, list]) -> Line:
-    """Return the mean correlation and the megabytes of a table with ``dims`` numbers of this type."""
+def measure(folder: Path, dims: int | None, dtype: str, pairs: dict[str, list]) -> Line:
+    """Return the mean correlation and the megabytes of a table with its first ``dims`` numbers, or all, of this type."""
     model = StaticModel.from_pretrained(folder, dimensionality=dims, quantize_to=dtype)
     with tempfile.TemporaryDirectory() as saved:
         model.save_pretrained(saved)
@@ -29,15 +29,15 @@ def measure(folder: Path, dims: int, dtype: str, pairs: dict[str, list]) -> Line
     left, right = (np.asarray(model.encode(pairs[name]), np.float64) for name in ("sentence1", "sentence2"))
     cosine = (left * right).sum(1) / np.linalg.norm(left, axis=1) / np.linalg.norm(right, axis=1)
     scores = sts_scores(cosine, np.array(pairs["score"]), pairs["dataset"])
-    return {"dims": dims, "dtype": dtype, "MB": size / 1e6, "mean": 100 * scores["mean"]} | {
+    return {"dims": model.dim, "dtype": dtype, "MB": size / 1e6, "mean": 100 * scores["mean"]} | {
         name: 100 * value for name, value in scores["spearman"].items()
     }
 
 
 def main() -> None:
-    options = make_parser(__doc__, table=Path, test=Path, dims=[256, 128, 64]).parse_args()
+    options = make_parser(__doc__, table=Path, test=Path, dims=[128, 64]).parse_args()
     pairs = pq.read_table(options.test).to_pydict()
-    lines = [measure(options.table, dims, dtype, pairs) for dims in options.dims for dtype in DTYPES]
+    lines = [measure(options.table, dims, dtype, pairs) for dims in (None, *options.dims) for dtype in DTYPES]
     report(options, lines, table(lines, **{name: name for name in lines[0]}))
 
 

@@ -453,6 +453,11 @@ def backoff_s() -> list[float]:
     return [0.025 * 2**tried if tried else 0.0 for tried in range(attempts() - 1)]
 
 
+def is_outage(error: StorageError) -> bool:
+    """Whether the storage does not work at the time, in contrast to one file or folder that cannot be read."""
+    return bool(_TRANSIENT.search(str(error.__cause__)))
+
+
 def with_retries(call: Callable[[], Result], *, on: re.Pattern[str] = _TRANSIENT) -> Result:
     """Return the result of ``call``, retried on errors of this kind, by default transient faults."""
     for wait_s in backoff_s():

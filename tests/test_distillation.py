@@ -62,7 +62,7 @@ def test_half_precision_of_the_student_and_its_teacher_is_computed_in_float32() 
         ({"offset": 1}, "this worker's rows lie outside the gathered rows"),
         (
             {"teacher": Guide.of(*make_views(40, 9)), "teacher_keys": True},
-            "the student has 6 numbers and the teacher 9; set projection_head.dim=9",
+            "the student has 6 numbers and the teacher 9; give the student the teacher's width",
         ),
     ],
 )

@@ -1,5 +1,6 @@
 """Export to model2vec: a bag of subwords becomes a table of token vectors."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from raycl.errors import ConfigError
 from raycl.inference.encoder import load_encoder
 from raycl.inference.export import export_encoder
 from raycl.models.specs import HeadSpec
+from raycl.tokenization import Tokenizer
 from tests.test_cli import run_raycl
 from tests.test_export import MAX_LENGTH, TEXTS, TOKENIZERS, write_texts_run
 
@@ -58,13 +60,20 @@ def test_fewer_numbers_are_the_first_ones_and_int8_is_near(tmp_path: Path) -> No
         ({"arguments": TABLE | {"sublinear_tf": True}}, "less (encoder.kwargs.sublinear_tf)"),
         ({"arguments": TABLE, "prompts": {"query": "query: ", "key": ""}}, "the prompt 'query: '"),
         ({"arguments": TABLE, "tokenizer": "foreign"}, "adds special tokens to each text"),
+        ({"arguments": TABLE, "tokenizer": "own, with a gap"}, "the tokenizer has unused ids"),
         ({"arguments": TABLE, "head": HeadSpec(num_layers=1, dim=7)}, "is bag_of_subwords with a projection head;"),
     ],
 )  # fmt: skip
 def test_an_encoder_that_is_no_table_is_refused(
     settings: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    tokenizer = TOKENIZERS[settings.pop("tokenizer", "own")]()
+    name, gap, _ = settings.pop("tokenizer", "own").partition(", with a gap")
+    tokenizer = TOKENIZERS[name]()
+    if gap:
+        content = json.loads(tokenizer.to_json())
+        vocabulary = content["model"]["vocab"]
+        vocabulary[max(vocabulary, key=vocabulary.get)] += 5
+        tokenizer = Tokenizer(json.dumps(content))
     run = write_texts_run(tmp_path / "run", tokenizer=tokenizer, **settings)
     with pytest.raises(ConfigError) as error:
         export_encoder(run, tmp_path / "out", to="model2vec")

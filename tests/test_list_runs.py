@@ -73,6 +73,22 @@ def test_what_cannot_be_read_is_skipped_and_named_in_a_line(
             raycl.list_runs(run)
 
 
+def test_an_outage_of_the_storage_is_no_unreadable_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path / "sweep" / "good")
+    read = Place.entries
+
+    def fail(place: Place) -> object:
+        if place.name == "sweep":
+            raise StorageError("no answer") from OSError("AWS Error NETWORK_CONNECTION")
+        return read(place)
+
+    monkeypatch.setattr(Place, "entries", fail)
+    with pytest.raises(StorageError, match="no answer"):
+        raycl.list_runs(tmp_path)
+
+
 def test_a_finished_run_has_its_progress_and_best_figure(tmp_path: Path) -> None:
     lines = [line_of(step, time=1_700_000_000 + step) for step in (10, 200)]
     evaluations = [evaluation(step, knn_top1=value) for step, value in ((0, 0.1), (100, 0.8), (200, 0.7))]

@@ -6,6 +6,7 @@ from typing import Any, final
 
 from torch import Tensor
 
+from raycl.distributed import rank
 from raycl.errors import ConfigError
 from raycl.losses.checks import (
     check_offset,
@@ -63,7 +64,8 @@ def distillation(
         teacher_keys: whether the columns of the student's logits are the teacher's embeddings.
         gathered_query: [batch, dim], the queries of all workers, gathered with gradient. The average of the
             gradients over workers (as in DDP) is the gradient of the whole batch.
-        gathered_key: [batch, dim], the keys of all workers, gathered with gradient.
+        gathered_key: [batch, dim], the keys of all workers, gathered with gradient. Neither is used with
+            ``teacher_keys``.
         offset: the index of this worker's first row in the gathered rows.
         weight: [local_batch], the weight of each pair in the mean; of mean 1 over all workers for a
             weighted mean. No gradient.
@@ -77,16 +79,17 @@ def distillation(
     check_pair("query and key", query, key)
     if not teacher_temperature > 0:
         raise ConfigError(f"the teacher's temperature must be above 0, got {teacher_temperature:g}; give 0.1")
-    queries, keys = checked_gathered(gathered_query=(query, gathered_query), gathered_key=(key, gathered_key))
-    check_offset(offset, len(query), len(keys))
-    teacher.check(len(keys), 0)
-    own, weight = slice(offset, offset + len(query)), checked_weight(weight, query)
-    columns = (teacher.query, teacher.key) if teacher_keys else (queries, keys)
-    if columns[0].shape[1] != query.shape[1]:
+    columns = (teacher.query, teacher.key)
+    if not teacher_keys:
+        columns = checked_gathered(gathered_query=(query, gathered_query), gathered_key=(key, gathered_key))
+    elif teacher.key.shape[1] != query.shape[1]:
         raise ConfigError(
             f"teacher_keys needs embeddings of one width, and the student has {query.shape[1]} numbers and the teacher "
-            f"{columns[0].shape[1]}; set projection_head.dim={columns[0].shape[1]}"
+            f"{teacher.key.shape[1]}; give the student the teacher's width"
         )
+    check_offset(offset, len(query), len(columns[1]))
+    teacher.check(len(columns[1]), 0)
+    own, weight = slice(offset, offset + len(query)), checked_weight(weight, query)
 
     def direction(rows: Tensor, columns: Tensor, of_rows: Tensor, of_columns: Tensor) -> Tensor:
         rows = working_precision(rows)
@@ -146,7 +149,8 @@ class Distillation:
         """Return the loss."""
         assert key is not None, "the configuration provides a key for each query"
         assert stored.guide is not None, "the configuration gives a student a teacher"
-        settings: dict[str, Any] = vars(self) | gathered(query=query, key=key)
+        others = {"offset": rank() * len(query)} if self.teacher_keys else gathered(query=query, key=key)
+        settings: dict[str, Any] = vars(self) | others
         return distillation(query, key, stored.guide, **settings, weight=ids.weight)
 
     def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:

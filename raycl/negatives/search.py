@@ -77,9 +77,9 @@ def why_missing(sample_id: int, spec: BankSpec) -> str:
     if spec.has_text_ids:
         return (
             f"the bank {spec.name!r} holds no row with the id {sample_id} now: the ids of a queue of texts are hashes "
-            "of the texts, not sample ids; ask with --text"
+            "of the texts, not sample ids; choose an id that an answer has shown"
         )
-    return f"the bank {spec.name!r} holds no row of sample {sample_id} now; ask for another sample, or ask with an embedding"
+    return f"the bank {spec.name!r} holds no row of sample {sample_id} now; choose another sample"
 
 
 def newest_of(found: SampleRows, sample_id: int, spec: BankSpec) -> np.ndarray:

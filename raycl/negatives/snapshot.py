@@ -119,7 +119,7 @@ def check_claimed(spec: BankSpec, output: Place) -> None:
 
 def _invisible(spec: BankSpec, output: Place) -> RunError:
     return RunError(
-        f"a shard of the bank {spec.name!r} runs on the node {socket.gethostname()}, which does not have the folder "
+        f"a shard of the bank {spec.name!r} runs on the node {socket.gethostname()}, which does not see the files in "
         f"{output}; give a folder that all nodes share, or s3://BUCKET/PREFIX, as --output"
     )
 

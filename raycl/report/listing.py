@@ -15,7 +15,7 @@ from raycl.arguments import Address, as_address
 from raycl.errors import DataError, StorageError
 from raycl.lease import is_being_written, is_claim
 from raycl.records import CONFIG, DATA, METRICS, RESULT, ROLLBACK, as_object, read_line
-from raycl.storage import Place, absolute, parse_object
+from raycl.storage import Place, absolute, is_outage, parse_object
 
 Answer = TypeVar("Answer")
 MAX_DEPTH = 3  # folders below the given one
@@ -65,7 +65,7 @@ def list_runs(folder: Address) -> list[RunSummary]:
     """Return the runs in a folder, local or on S3, and in the folders below it, up to three levels deep.
 
     Folders below it that cannot be read are skipped, and a line names them. Raises ``DataError`` if there is no such
-    folder, and ``StorageError`` if it cannot be read.
+    folder, and ``StorageError`` if it cannot be read or the storage does not work.
     """
     root = Place(absolute(as_address("folder", folder)))
     if not root.is_folder():
@@ -76,7 +76,7 @@ def list_runs(folder: Address) -> list[RunSummary]:
         try:
             return read()
         except StorageError as error:
-            if place == root:
+            if place == root or is_outage(error):
                 raise
             skipped[place.path] = error
             return None

@@ -29,7 +29,8 @@ def export_encoder(
 
     ``sentence_transformers`` takes encoders of texts: ``SentenceTransformer(output).encode`` gives the
     vectors of ``load_encoder(run).encode``, not normalized. ``model2vec`` takes a bag of subwords without a network
-    and bias: ``StaticModel.from_pretrained(output).encode`` gives the same vectors, normalized. ``torchvision`` takes
+    and bias: ``StaticModel.from_pretrained(output).encode`` gives the same vectors, normalized, of texts up to the
+    maximum length. ``torchvision`` takes
     encoders of images: ``weights.pth`` holds the weights, ``architecture.json`` the name of the network, or
     ``model.py`` builds a network that torchvision has no name for. ``timm`` takes its own networks among these, and
     ``timm.create_model("local-dir:...", pretrained=True)`` gives the vectors of ``encode``. ``onnx`` takes both:

@@ -3,6 +3,7 @@
 import json
 
 import safetensors.torch
+import tokenizers
 import torch
 
 from raycl.errors import ConfigError
@@ -16,7 +17,8 @@ def model2vec_files(encoder: TextEncoder) -> dict[str, bytes]:
 
     Its vectors are those of ``encoder.encode``, divided by their lengths. Only the scale of a text's vector depends on
     more than the sum over its tokens, so the weights of the tokens and the LayerNorm become part of the token vectors.
-    Two kinds of texts differ: model2vec skips unknown tokens, and reads texts longer than the encoder's maximum whole.
+    Three kinds of texts differ: model2vec reads texts longer than the encoder's maximum whole, skips unknown tokens, and
+    reads the names of special tokens as such.
     Raises ``ConfigError`` for an encoder that is not such a sum.
     """
     bag = _bag_of(encoder)
@@ -56,6 +58,8 @@ def _bag_of(encoder: TextEncoder) -> BagOfSubwords:
         reason = "the bag counts repeated tokens less (encoder.kwargs.sublinear_tf)"
     elif spec.prompt:
         reason = f"the encoder puts the prompt {spec.prompt!r} before each text"
+    elif tokenizers.Tokenizer.from_str(encoder.tokenizer.to_json()).get_vocab_size() != spec.num_tokens:
+        reason = "the tokenizer has unused ids"
     elif encoder.tokenizer.adds_special_tokens:
         reason = "the tokenizer adds special tokens to each text"
     else:
