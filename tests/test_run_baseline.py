@@ -166,6 +166,18 @@ def test_an_encoder_that_is_not_better_than_the_baseline_is_reported(value: floa
     if is_reported:
         assert f"raw pixels on held-out rows: knn_top1 {value:.3f} and 0.800" in lines[0]
         assert f"BM25 on held-out rows: recall_at_10 {value:.3f} and 0.800" in lines[1]
+        assert all(line.endswith("; train longer (--epochs)") for line in lines)
+
+
+@pytest.mark.parametrize("value", [1.0, 0.7])
+def test_a_perfect_baseline_is_no_reason_to_train_longer(value: float) -> None:
+    lines: list[str] = []
+    final = {"recall_at_10": value, "baseline_recall_at_10": 1.0}
+    _warn_of_baseline(recipe_of("two_tower"), final, lines.append)
+    (line,) = lines
+    assert line.endswith(
+        f"recall_at_10 {value:.3f} and 1.000; no encoder can be, as these rows are too easy or too few"
+    )
 
 
 @pytest.mark.parametrize(("labels", "says"), [([1, -1], True), ([1, 0], False)])

@@ -351,7 +351,10 @@ def _warn_of_baseline(config: RunConfig, final: dict[str, Any], report: Printer)
     name = config.evaluation_metric
     value, baseline = final.get(name), final.get(f"baseline_{name}")
     if value is not None and baseline is not None and value <= baseline:
+        advice = "train longer (--epochs)"
+        if baseline >= 1:
+            advice = "no encoder can be, as these rows are too easy or too few"
         report(
             f"the encoder is not better than {config.baseline} on held-out rows: "
-            f"{name} {value:.3f} and {baseline:.3f}; train longer (--epochs)"
+            f"{name} {value:.3f} and {baseline:.3f}; {advice}"
         )
