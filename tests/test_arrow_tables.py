@@ -38,7 +38,7 @@ def test_a_saved_data_set_has_the_same_rows_as_parquet(caption: str | None, tmp_
     pq.write_table(saved_images(), tmp_path / "rows.parquet")
     columns = ColumnNames(caption=caption)
     found, expected = (find_source(str(path), columns) for path in (folder, tmp_path / "rows.parquet"))
-    assert (found.kind, found.ignored, found.num_rows) == ("arrow", ((".json", 2),), 40)
+    assert (found.kind, found.ignored, found.num_rows) == ("arrow", (), 40)
     rows, others = read(found), read(expected)
     assert {name: each for name, each in rows.items() if name != "row"} == {
         name: each for name, each in others.items() if name != "row"
@@ -51,7 +51,9 @@ def test_files_that_datasets_computed_from_the_data_are_not_read(tmp_path: Path)
     write_arrow(folder / "cache-0123456789abcdef.arrow", pa.table({"text": ["a b"]}))
     source = find_source(str(folder), TEXTS)
     assert read(source)["text"] == [b"a", b"b", b"c"]
-    assert source.ignored == ((".arrow", 1), (".json", 2))
+    assert source.ignored == ((".arrow", 1),)
+    (folder / "notes.json").write_text("{}")
+    assert find_source(str(folder), TEXTS).ignored == ((".arrow", 1), (".json", 1))
     other = tmp_path / "other"
     write_arrow(other / "cache-0.arrow", pa.table({"text": ["a"]}))  # a name like any other
     assert find_source(str(other), TEXTS).num_rows == 1
@@ -87,7 +89,7 @@ def test_files_of_an_earlier_data_set_in_the_folder_are_not_read(tmp_path: Path)
     folder = write_saved(tmp_path / "saved", table, num_files=2)
     source = find_source(str(folder), ColumnNames(image=None, text="text"))
     assert source.num_rows == 7
-    assert source.ignored == ((".arrow", 3), (".json", 2))
+    assert source.ignored == ((".arrow", 3),)
     (folder / "data-00001-of-00002.arrow").unlink()
     with pytest.raises(
         DataError, match="saved lacks data-00001-of-00002.arrow, which its state.json lists; save"

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from raycl.augment.images import center_view
+from raycl.cli.bank import _embed
 from raycl.config import RunConfig
 from raycl.config.overrides import config_to_yaml
 from raycl.errors import ConfigError, DataError, StorageError
@@ -124,6 +125,26 @@ def test_a_run_without_a_checkpoint_is_refused(run: Path, listed: str | None) ->
         file.write_text(listed)
     with pytest.raises(StorageError, match="no checkpoint yet; repeat the command"):
         load_checkpoint_encoder(str(run))
+
+
+@pytest.mark.parametrize(
+    ("name", "query", "answer"),
+    [
+        ("moco_v2", {"text": "hi"}, "recipe moco_v2 has images and no texts; ask by --image"),
+        ("simcse", {"image": b"png"}, "recipe simcse has texts and no images; ask by --text"),
+    ],
+)
+def test_a_query_of_another_kind_than_the_run_is_refused_before_its_first_checkpoint(
+    name: str, query: dict[str, Any], answer: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.yaml").write_text(config_to_yaml(recipe(name)))
+    with pytest.raises(ConfigError, match=answer):
+        _embed(str(tmp_path), **query)
+
+
+def test_a_text_is_no_query_of_images(run: Path) -> None:
+    with pytest.raises(ConfigError, match="recipe moco_v2 has images and no texts; ask by --image"):
+        load_checkpoint_encoder(str(run)).embed_text("hi")
 
 
 def test_a_partly_written_list_is_read_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """The command line: exit statuses, one-line errors, and YAML input and output."""
 
+import importlib.util
 import json
 import re
 import runpy
@@ -746,6 +747,23 @@ def test_python_m_raycl_runs_the_command_line() -> None:
     assert wrong.returncode == 2
     assert "raycl" in wrong.stderr
     assert "__main__" not in wrong.stderr
+
+
+def test_a_command_that_imports_triton_ends_with_its_own_line() -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    code = """
+from raycl.cli.main import run_job
+from raycl.errors import ConfigError
+
+def job(*, number: int = 0) -> None:
+    import triton._C.libtriton
+    raise ConfigError("the line")
+
+run_job(job)
+"""
+    done = subprocess.run([sys.executable, "-c", code, "--number", "1"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "raycl: the line\n")
 
 
 def test_the_summary_of_a_run_shows_whole_numbers_as_such(

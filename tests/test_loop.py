@@ -321,3 +321,12 @@ def test_a_stop_in_the_last_step_is_too_late(begin: Begin, settings: dict[str, A
     trainer, run = begin(settings, stop_requested={last - 1})
     assert trainer.run() == Stopped(last - 1)
     assert run.saved == [f"step-{last - 1:08d}"]
+
+
+@pytest.mark.parametrize(("every", "is_added"), [(5, True), (3, False)])
+def test_the_log_has_the_last_step_of_a_stopped_run(begin: Begin, every: int, is_added: bool) -> None:
+    trainer, _ = begin({"log_every_steps": every}, stop_requested={3})
+    assert trainer.run() == Stopped(3)
+    lines = [(position.step, metrics) for (position, metrics), _ in trainer._logger.write.call_args_list]  # pyright: ignore[reportAttributeAccessIssue]
+    assert [step for step, _ in lines] == [3]
+    assert (lines[0][1] == {}) == is_added  # no loss, which the whole run does not log at this step

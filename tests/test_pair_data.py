@@ -28,10 +28,12 @@ from raycl.data.click_logs import (
     _valid_rows,
     group_source,
     grouped_columns,
+    labels_as_given,
 )
 from raycl.data.codecs import Format, store_all
 from raycl.data.columns import ColumnNames, check_labels, is_text
 from raycl.data.decode import classes_of, row_error
+from raycl.data.discovery import find_source
 from raycl.data.ids import IdFormat, content_id, content_ids, entity_id, stable_id, stable_ids
 from raycl.data.in_memory import InMemoryDataset
 from raycl.data.read_stats import ReadStats
@@ -123,11 +125,8 @@ def test_the_groups_of_one_part_are_the_queries(num_queries: int) -> None:
 @pytest.mark.parametrize(
     ("role", "values", "cause"),
     [
-        (
-            "label",
-            [2, -1, 0.5, None, float("nan"), "yes", "", "01", b"1", [1]],
-            "label other than 0 and 1",
-        ),
+        ("label", [*MISSING, "nan"], "no label"),
+        ("label", [2, -1, 0.5, "yes", "01", b"1", [1]], "label other than 0 and 1"),
         *(
             (role, values, cause)
             for role in ("query", "document")
@@ -153,6 +152,27 @@ def test_invalid_rows_of_a_click_log_are_counted_by_cause_with_their_positions(
     assert rows.num_rows == 1
     assert stats.invalid == {cause: len(values)}
     assert stats.examples == [f"row {place} ({cause})" for place in range(1, min(num, 4))]
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        pa.array([1, None, 0]),
+        pa.array([1.0, math.nan, 0.0]),
+        pa.array([1.0, None, 0.0]),
+        pa.array(["1", "", "0"]),
+        pa.array(["yes", None, "no"]).dictionary_encode(),
+    ],
+)
+def test_a_file_may_lack_the_label_of_a_click(label: pa.Array, tmp_path: Path) -> None:
+    log = {"query": ["q"] * 3, "document": ["d", "e", "f"], "label": label}
+    pq.write_table(pa.table(log), tmp_path / "log.parquet")
+    source = find_source(str(tmp_path), ColumnNames(image=None, query="query", document="document"))
+    (rows,) = source.read(source.fragments[0])
+    stats = ReadStats()
+    _valid_rows(rows.values, labels_as_given(rows, source), rows.where, stats)
+    assert stats.invalid.pop("no label") == 1
+    assert dict(stats.invalid) == ({"label other than 0 and 1": 2} if "yes" in label.to_pylist() else {})
 
 
 def test_rows_are_grouped_by_the_text_or_the_id_of_the_query() -> None:

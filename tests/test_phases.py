@@ -18,6 +18,7 @@ from raycl.records import MetricsLog, failures, read_metrics, wall_seconds
 from raycl.storage import Place
 from raycl.training import checkpoint
 from raycl.training.checkpoint import Checkpointer, next_interval_s
+from raycl.training.coordinator import RunCoordinator
 from raycl.training.driver import _failure as lose_group
 from raycl.training.job import Failure
 from raycl.training.metrics_logger import Clock, MetricsLogger
@@ -204,6 +205,34 @@ def test_goodput_counts_no_step_of_a_lost_group(manual_clock: ManualClock, tmp_p
     logger = group(Position(step=9, seconds=45.0), lost)
     step(logger, 10, 5.0)
     assert [line["step"] for line in failures(output)] == [9]
+
+
+def test_the_progress_at_an_evaluation_and_at_the_end_is_that_of_the_last_step(
+    manual_clock: ManualClock, tmp_path: Path
+) -> None:
+    coordinator = RunCoordinator()
+    add_progress = SimpleNamespace(remote=coordinator.add_progress)
+    job: Any = SimpleNamespace(
+        config=recipe("simclr"),
+        output=Place(str(tmp_path)),
+        coordinator=SimpleNamespace(add_progress=add_progress),
+        began=0.0,
+        failure=None,
+        check_lease=str,
+    )
+    manual_clock.move(100.0)
+    logger = MetricsLogger(job, Position(), num_steps=9)
+    logger.write_evaluation(Position(), {"knn_top1": 0.1})
+    assert coordinator.progress() == {"knn_top1": 0.1}  # no line before the first step
+    for number in range(1, 9):  # faster than they are shown
+        logger.show_progress(Position(step=number, samples=4 * number), loss=1 / number)
+    logger.write_evaluation(Position(step=8), {"knn_top1": 0.5})
+    shown = coordinator.progress()
+    assert (shown["step"], shown["samples"], shown["loss"], shown["knn_top1"]) == (8, 32, 0.125, 0.5)
+    logger.show_progress(Position(step=9, samples=36), loss=0.1)
+    logger.close(finished=True)
+    shown = coordinator.progress()
+    assert (shown["step"], shown["loss"], shown["knn_top1"]) == (9, 0.1, 0.5)
 
 
 def test_a_group_lost_before_its_first_step_adds_to_the_failure_before_it(

@@ -48,7 +48,7 @@ REFUSED = {
     f"{DIGITS} --output=": "an address is empty",
     f"{DIGITS} --output hdfs://here/x": "raycl does not support hdfs://",
     f"{DIGITS} --output s3:///x": "it has no bucket",
-    f"{DIGITS} --output earlier": "holds an earlier run",
+    f"{DIGITS} --output earlier": "holds an earlier run; give another output, or continue it with --resume (resume=True in Python)",
     f"{DIGITS} --batch-size 128": "larger than the 100 rows to train on; lower --batch-size or give more data",
     "replay missing --step 1": "missing holds no run: there is no config.yaml",
     "replay missing --find nan": "missing holds no run: there is no config.yaml",

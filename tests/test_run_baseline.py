@@ -1,9 +1,11 @@
 """The baseline that a run is compared with at its end: raw pixels, or BM25."""
 
+import json
 import math
 import re
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -15,8 +17,9 @@ import torch
 
 from raycl.data.in_memory import InMemoryDataset
 from raycl.recipes import recipe as recipe_of
+from raycl.storage import Place
 from raycl.training.evaluators import KnnEvaluator, RetrievalEvaluator, build_evaluator
-from raycl.training.launch import _warn_of_baseline
+from raycl.training.launch import _noticing, _warn_of_baseline, _warn_of_solved_task
 from raycl.training.transforms import PairTransform, build_transform
 from tests.images import encode
 from tests.pairs import clicks, rows_of, small_config, vocabulary
@@ -166,6 +169,66 @@ def test_an_encoder_that_is_not_better_than_the_baseline_is_reported(value: floa
     if is_reported:
         assert f"raw pixels on held-out rows: knn_top1 {value:.3f} and 0.800" in lines[0]
         assert f"BM25 on held-out rows: recall_at_10 {value:.3f} and 0.800" in lines[1]
+        assert all(line.endswith("; train longer (--epochs)") for line in lines)
+
+
+@pytest.mark.parametrize("value", [1.0, 0.7])
+def test_a_perfect_baseline_is_no_reason_to_train_longer(value: float) -> None:
+    lines: list[str] = []
+    final = {"recall_at_10": value, "baseline_recall_at_10": 1.0}
+    _warn_of_baseline(recipe_of("two_tower"), final, lines.append)
+    (line,) = lines
+    assert line.endswith(
+        f"recall_at_10 {value:.3f} and 1.000; no encoder can be, as these rows are too easy or too few"
+    )
+
+
+def remarks_of(recipe: str, losses: Sequence[float], output: Path) -> list[str]:
+    """Return the remarks on the task of a run that logs the loss of every fifth step."""
+    lines = [{"step": 0, "embedding_std": 0.1}]
+    lines += [{"step": 5 * number + 5, "loss": loss} for number, loss in enumerate(losses)]
+    (output / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    coordinator, printed = MagicMock(), list[str]()
+    _warn_of_solved_task(recipe_of(recipe), Place(str(output)), _noticing(printed.append, coordinator))
+    assert printed == [each.args[0] for each in coordinator.add_notice.remote.call_args_list]
+    return printed
+
+
+@pytest.mark.parametrize(
+    ("recipe", "advice"),
+    [
+        ("simcse", "lists of equivalent texts, set text_augment.deletion, or choose another encoder"),
+        ("simclr", "(augment.*)"),
+        ("two_tower", "hard negatives (negatives.mined.num)"),
+        ("clip", "hard negatives (negatives.mined.num)"),
+    ],
+)
+def test_a_task_that_is_solved_is_reported_with_a_harder_one(
+    recipe: str, advice: str, tmp_path: Path
+) -> None:
+    (line,) = remarks_of(recipe, [0.5] * 90 + [2e-5] * 9 + [0.3], tmp_path)
+    assert line.startswith(
+        "the loss stayed below 0.0001 in the last tenth of the steps: the task is already solved"
+    )
+    assert advice in line
+
+
+@pytest.mark.parametrize(
+    ("recipe", "losses"),
+    [
+        ("simcse", [1e-5] * 91 + [2e-4] * 9),  # learned again
+        ("simcse", [0.5]),
+        ("simcse", []),
+        ("sogclr", [-2.0] * 100),  # a loss that may be below 0
+    ],
+)
+def test_a_task_that_is_not_solved_is_not_reported(recipe: str, losses: list[float], tmp_path: Path) -> None:
+    assert remarks_of(recipe, losses, tmp_path) == []
+
+
+def test_a_damaged_log_leaves_the_result_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{")
+    _warn_of_solved_task(recipe_of("simcse"), Place(str(tmp_path)), print)
 
 
 @pytest.mark.parametrize(("labels", "says"), [([1, -1], True), ([1, 0], False)])

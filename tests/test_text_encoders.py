@@ -509,6 +509,14 @@ def test_a_model_from_a_folder_returns_the_mean_of_the_librarys_outputs(folder: 
         torch.testing.assert_close(first, values[0], rtol=0, atol=1e-6)
 
 
+def test_a_model_from_a_folder_is_loaded_without_a_progress_bar(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers").utils.logging.enable_progress_bar()
+    hugging_face(folder)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_model_from_a_folder_trains_and_may_start_untrained(folder: Path) -> None:
     trained, untrained, tokens = (
         hugging_face(folder),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from raycl import config_to_yaml, load_encoder, override
 from raycl.data.columns import ColumnNames
+from raycl.data.embeddings import read_embeddings
 from raycl.errors import ConfigError, DataError, RunError
 from raycl.evaluation.classification import evaluate
 from raycl.inference import embed, reading
@@ -175,6 +176,34 @@ def test_splits_are_not_evaluated_embedded_or_packed_as_classes(run: str, tmp_pa
         with pytest.raises(DataError, match="all holds a data set in 2 splits; give --data"):
             command()
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("connected")
+def test_an_embedded_image_of_a_folder_has_the_address_of_its_file(
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raycl.data.discovery.ROWS_PER_FRAGMENT", 16)
+    files, labels = digit_files(40)
+    for number, (content, label) in enumerate(zip(files, labels, strict=True)):
+        path = tmp_path / "digits" / str(label) / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"broken" if number == 3 else content)  # a row less, not an id
+    embed_to_parquet(run, tmp_path / "digits", tmp_path / "rows", max_invalid_fraction=0.1, quiet=True)
+    rows = pq.read_table(tmp_path / "rows")
+    found = rows["path"].to_pylist()
+    assert set(found) == {str(path) for path in (tmp_path / "digits").glob("*/*.png") if path.name != "3.png"}
+    encoder: Any = load_encoder(run)
+    exact = encoder.encode([Path(path).read_bytes() for path in found])
+    torch.testing.assert_close(torch.tensor(rows["representation"].to_pylist()), exact, rtol=0, atol=1e-5)
+    guide = list(read_embeddings(str(tmp_path / "rows"), "sample_id"))
+    assert np.concatenate([ids for ids, _ in guide]).tolist() == rows["sample_id"].to_pylist()
+    write_digits(tmp_path / "digits.parquet", 8)
+    embed_to_parquet(run, tmp_path / "digits.parquet", tmp_path / "others", quiet=True)
+    assert pq.read_schema(tmp_path / "others" / "part-0.parquet").names == [
+        "sample_id",
+        "label",
+        "representation",
+    ]
 
 
 @pytest.mark.usefixtures("connected")

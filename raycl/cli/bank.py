@@ -190,7 +190,7 @@ def _described(name: str, spec: "BankSpec | None") -> dict[str, Any]:
 def _embed(run: str, *, image: bytes | None = None, text: str | None = None) -> tuple["np.ndarray", str]:
     from raycl.inference.checkpoint_encoder import load_checkpoint_encoder
 
-    saved = load_checkpoint_encoder(run)
+    saved = load_checkpoint_encoder(run, asked="text" if image is None else "image")
     embedding = saved.embed_text(text or "") if image is None else saved.embed_image(image)
     return embedding, saved.checkpoint
 

@@ -279,7 +279,7 @@ def run_job(command: Callable[..., None] | typer.Typer) -> NoReturn:
 def _run(command: typer.Typer) -> NoReturn:
     """Turn errors into one line and an exit status."""
     gc.set_threshold(_ALLOCATIONS)
-    atexit.register(gc.freeze)  # the exit would search all modules for cycles, which takes most of a second
+    atexit.register(_skip_last_collection)
     # A custom encoder may be in the working directory; it comes last, so that no file there
     # shadows a library.
     sys.path.append(os.getcwd())
@@ -305,6 +305,15 @@ def _run(command: typer.Typer) -> NoReturn:
         status = 1 if text is None else 2
         _print_error(f"{text() if text else repr(error)} (see {'--help' if text else '--debug'})")
     raise SystemExit(status)
+
+
+def _skip_last_collection() -> None:
+    """Skip the search of all modules for cycles at exit, which takes most of a second.
+
+    Not with triton, which would list its objects as leaked: the exports to ONNX and Hugging Face's models import it.
+    """
+    if "triton" not in sys.modules:
+        gc.freeze()
 
 
 @contextlib.contextmanager

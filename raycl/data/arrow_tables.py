@@ -23,6 +23,7 @@ from raycl.storage import Place, check_plain
 _FILE = b"ARROW1"  # how a file with an index begins; other files are streams of batches
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream
 _COMPUTED = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow")
+_DESCRIPTIONS = ("state.json", "dataset_info.json")
 _BYTES = {
     pa.string(): pa.binary(),
     pa.large_string(): pa.large_binary(),
@@ -91,6 +92,12 @@ def unread_files(uri: str, files: Sequence[str]) -> set[str]:
         raise DataError(f"{uri} lacks {min(missing)}, which its state.json lists; save the data set again")
     read = arrow_files - _computed_in_caches(files)
     return {path for path in arrow_files if path not in listed.get(posixpath.dirname(path), read)}
+
+
+def descriptions(paths: Iterable[str]) -> set[str]:
+    """Return the files in which ``datasets`` describes the data of these Arrow files, whether they exist or not."""
+    folders = {posixpath.dirname(path) for path in paths if path.endswith(".arrow")}
+    return {posixpath.join(folder, name) for folder in folders for name in _DESCRIPTIONS}
 
 
 def _computed_in_caches(files: Sequence[str]) -> set[str]:

@@ -12,7 +12,8 @@ import ray
 
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import map_fragments
-from raycl.data.ids import content_id, entity_id, why_invalid
+from raycl.data.ids import content_id, entity_id, is_missing, why_invalid
+from raycl.data.labels import NO_LABEL
 from raycl.data.matches import divided
 from raycl.data.read_stats import ReadStats
 from raycl.data.sources import Fragment, RawRows, Source, values_of
@@ -120,10 +121,10 @@ def _hash_of(values: Any) -> int:
 
 
 def labels_as_given(rows: RawRows, source: Source) -> list[Any]:
-    """Return the labels of rows as in the dataset; a source numbers text labels by sorted name."""
-    if source.classes is None:
-        return rows.label.tolist()
-    return [source.classes[number] if number >= 0 else None for number in rows.label]
+    """Return the labels of rows as in the dataset, None for a missing one; a source numbers text labels by sorted name."""
+    classes = source.classes
+    labels = rows.label.tolist()
+    return [None if each == NO_LABEL else each if classes is None else classes[each] for each in labels]
 
 
 def _valid_rows(
@@ -142,11 +143,13 @@ def _valid_rows(
 
 def is_clicked(label: Any) -> bool:
     """Return whether a label is 1; raise ``InvalidValueError`` unless it is 0 or 1."""
-    if str(label).lower() in ("1", "true", "1.0"):
+    text = str(label).lower()
+    if text in ("1", "true", "1.0"):
         return True
-    if str(label).lower() in ("0", "false", "0.0"):
+    if text in ("0", "false", "0.0"):
         return False
-    raise InvalidValueError("label other than 0 and 1")
+    is_absent = is_missing(label) or text == "nan"  # a source has floats of grades as texts
+    raise InvalidValueError("no label" if is_absent else "label other than 0 and 1")
 
 
 def _checked_row(values: Mapping[str, Any], label: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pyarrow as pa
 
-from raycl.data.arrow_tables import unread_files
+from raycl.data.arrow_tables import descriptions, unread_files
 from raycl.data.columns import ColumnNames, is_text
 from raycl.data.delta_tables import LOG, delta_files
 from raycl.data.iceberg_tables import METADATA, find_metadata, open_iceberg
@@ -247,7 +247,7 @@ def _folder_source(root: Place, columns: ColumnNames) -> Source:
             known = ", ".join(sorted(EXTENSIONS))
             raise DataError(f"{error}; for images of {root}, known endings are {known}") from None
         raise
-    return replace(source, ignored=_endings(set(files).difference(paths)))
+    return replace(source, ignored=_endings(set(files).difference(paths, descriptions(paths))))
 
 
 def _kind_to_read(root: Place, columns: ColumnNames, found: Mapping[str | None, Sequence[str]]) -> str | None:

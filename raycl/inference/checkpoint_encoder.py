@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Literal, final
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from raycl.models.whitening import Whitening
 from raycl.records import CHECKPOINTS, CONFIG, STATE, last_checkpoint
 from raycl.storage import Place, absolute
 from raycl.tokenization import Tokenizer, Vocabulary
+
+Asked = Literal["image", "text"]
 
 
 @final
@@ -40,7 +42,7 @@ class CheckpointEncoder:
         be decoded, ``ConfigError`` if the run has no images.
         """
         if self.image is None:
-            raise ConfigError(f"the run of recipe {self.recipe} has texts and no images; ask by --text")
+            raise _without(self.recipe, "image")
         return normalize(self.image.encode([content]), dim=1)[0].numpy()
 
     def embed_text(self, text: str) -> np.ndarray:
@@ -49,18 +51,19 @@ class CheckpointEncoder:
         Raises ``DataError`` for an invalid text, ``ConfigError`` if the run has no texts.
         """
         if self.text is None:
-            raise ConfigError(f"the run of recipe {self.recipe} has images and no texts; ask by --image")
+            raise _without(self.recipe, "text")
         return normalize(self.text.encode([text]), dim=1)[0].numpy()
 
 
-def load_checkpoint_encoder(run: str) -> CheckpointEncoder:
+def load_checkpoint_encoder(run: str, *, asked: Asked | None = None) -> CheckpointEncoder:
     """Load the tower that encodes the keys of the run: the momentum encoder if it has one.
 
     Raises:
         StorageError: The run does not exist, has no checkpoint yet, or cannot be read.
-        ConfigError: The network cannot be built by name, or its package is not trusted.
+        ConfigError: The network cannot be built by name, or its package is not trusted; or the run has no content of
+            the kind ``asked``.
     """
-    opened = _open(run)
+    opened = _open(run, asked=asked)
     config, head = opened.config, HeadSpec(**opened.config.projection_head.model_dump())
     weights, prefix = opened.state.get("tower", {}), ""
     if "momentum_encoder" in opened.state:
@@ -160,16 +163,31 @@ class _Opened:
         )
 
 
-def _open(run: str, trusted: Collection[str] | None = None, *, own_encoder: bool = False) -> _Opened:
+def _without(recipe: str, asked: Asked) -> ConfigError:
+    other = "text" if asked == "image" else "image"
+    return ConfigError(f"the run of recipe {recipe} has {other}s and no {asked}s; ask by --{other}")
+
+
+def _open(
+    run: str,
+    trusted: Collection[str] | None = None,
+    *,
+    own_encoder: bool = False,
+    asked: Asked | None = None,
+) -> _Opened:
     """Read a run; raise ``ConfigError`` if its configuration names code outside the ``trusted`` packages.
 
-    ``own_encoder`` skips the name of the encoder, which a module replaces.
+    ``own_encoder`` skips the name of the encoder, which a module replaces. A run without content of the kind ``asked``
+    is refused before its checkpoints are read: it may have none yet.
     """
     given = Place(absolute(run))
     is_checkpoint = (given / STATE).exists()
     output = given.parent.parent if is_checkpoint else given
     place = output / CONFIG
     config = config_from_yaml(place.read_text(), name=place.uri, trained=True)
+    has = {"image": config.data.kind in ("image", "image_text"), "text": config.has_texts}
+    if asked is not None and not has[asked]:
+        raise _without(config.recipe, asked)
     if not own_encoder:
         is_text = config.data.kind in ("text", "pairs")
         check_trusted(config.encoder.name, place.uri, trusted, is_text=is_text)

@@ -31,6 +31,7 @@ from raycl.lease import writing_new
 from raycl.models.encoder_io import ImageEncoder, SavedEncoder, TextEncoder
 from raycl.models.registry import SideName, trusted_packages
 from raycl.ray_runtime import fetch_tables, wait_for_cpu
+from raycl.storage import Place
 
 BATCH_SIZE = 256
 FILE = "part-0.parquet"  # of rows embedded in this process
@@ -58,7 +59,8 @@ def embed_to_parquet(
 
     A row with a list of texts has the representation of the first one.
     Columns: ``sample_id``, ``label`` (-1 if missing), ``representation`` (float32 list), and ``query_id`` or
-    ``document_id`` if ``columns`` names them, as the numbers that a run compares. ``side`` selects one of two towers.
+    ``document_id`` if ``columns`` names them, as the numbers that a run compares; of a folder of images also ``path``,
+    the address of the file. ``side`` selects one of two towers.
     ``index="faiss"`` also writes ``_index.faiss`` to the folder: an exact FAISS index of the rows by cosine, whose
     ids are the sample ids. This process then holds all representations in memory once. A run that trained your own
     module needs it as ``network``. ``max_invalid_fraction`` is the run's by default. Returns the read statistics,
@@ -89,15 +91,34 @@ def embed_to_parquet(
             if ray.is_initialized():
                 filesystem, path = place.resolve()
                 embedded = embed_dataset(decode_source(source, decoder), saved, gpu=gpu, network=network)
+                if source.kind == "folder":
+                    listed = ray.put(_files_of(source))
+                    embedded = embedded.map_batches(
+                        lambda rows: _with_paths(rows, ray.get(listed)),
+                        batch_size=None,
+                        batch_format="pyarrow",
+                    )
                 embedded.write_parquet(path, filesystem=filesystem, min_bytes_per_file=FILE_BYTES)
             else:
                 table = pa.concat_tables(embedded_tables(source, decoder, saved, encoder, network=network))
+                table = _with_paths(table, _files_of(source)) if source.kind == "folder" else table
                 with (place / FILE).create() as stream:
                     pq.write_table(table, stream)
             stats = counted_rows(decoder)
         if index is not None:  # not before the invalid rows are counted
             write_index(place, encoder.spec.representation_dim)
     return stats
+
+
+def _files_of(source: Source) -> pa.Array:
+    """Return the addresses of the images of a folder, in the order of their ids."""
+    files = ((Place(each.uri) / path).uri for each in source.fragments for path in each.paths)
+    return pa.array(files, pa.large_string())
+
+
+def _with_paths(rows: pa.Table, files: pa.Array) -> pa.Table:
+    """Add the addresses of the files to embedded rows of a folder of images, whose ids are places in this list."""
+    return rows.append_column("path", files.take(rows["sample_id"].combine_chunks()))
 
 
 def embed_values(

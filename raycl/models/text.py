@@ -353,6 +353,7 @@ def _load_transformers_model(path: str, *, pretrained: bool) -> Any:
         raise ConfigError(
             f"there is no model at {path!r} (no config.json); give a folder that save_pretrained wrote"
         )
+    library.utils.logging.disable_progress_bar()
     try:
         if pretrained:
             model = library.AutoModel.from_pretrained(path, local_files_only=True, trust_remote_code=False)

@@ -4,6 +4,7 @@ import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any, final
 
 import ray
@@ -12,11 +13,12 @@ from torch import nn
 from raycl.config import RunConfig
 from raycl.data.sources import Source
 from raycl.display import Displayable, Table
-from raycl.errors import ConfigError, RayclError, RunError, StoppedError, StorageError
+from raycl.errors import ConfigError, DataError, RayclError, RunError, StoppedError, StorageError
+from raycl.loss_specs import LOSSES
 from raycl.models.build import build_towers
 from raycl.progress import ProgressLine, rows_read
 from raycl.ray_runtime import connect_cluster, require_cpu, unwrap_ray_errors
-from raycl.records import failures, write_result
+from raycl.records import failures, read_metrics, write_result
 from raycl.storage import Place
 from raycl.tokenization import Tokenizer, Vocabulary
 from raycl.training.banks import open_bank, open_miner
@@ -41,6 +43,14 @@ from raycl.training.preflight import (
 from raycl.training.stages import stage_plans
 from raycl.training.transforms import build_transform
 
+SOLVED_LOSS = 1e-4
+_HARDER = {
+    "text": "give lists of equivalent texts, set text_augment.deletion, or choose another encoder",
+    "image": "let the views differ more (augment.*), or raise --batch-size",
+    **dict.fromkeys(
+        ("pairs", "image_text"), "mine hard negatives (negatives.mined.num), or raise --batch-size"
+    ),
+}
 NOTABLE_LEAKAGE = 0.05  # encoders that cannot use the leak reach up to 0.04
 
 
@@ -54,7 +64,7 @@ class RunResult(Displayable):
     has the same counts, and the steps, of each of several data sets. ``goodput`` is the time of steps that counted
     over all time; ``failures`` are the losses of a group of workers, with the time and the steps that each one cost.
     ``chain`` is the hash of the last link of ``chain.jsonl``. ``notices`` are the lines that the run reported while it
-    trained, such as the reason why it was not evaluated.
+    trained and at its end, such as the reason why it was not evaluated.
     """
 
     output: str
@@ -190,8 +200,10 @@ def train_validated(
                 shutdown.begin()
                 final = train_in_groups(job, shutdown, report, quiet=quiet)
                 shutdown.end()
-                _warn_of_leakage(config, final, report)
-                _warn_of_baseline(config, final, report)
+                remark = _noticing(report, coordinator)
+                _warn_of_leakage(config, final, remark)
+                _warn_of_baseline(config, final, remark)
+                _warn_of_solved_task(config, output, remark)
                 return _write_result(run, data, final, coordinator)
 
 
@@ -338,6 +350,16 @@ def _write_result(run: ValidatedRun, data: DataModule, final: dict[str, Any], co
     return result
 
 
+def _noticing(report: Printer, coordinator: Any) -> Printer:
+    """Return a printer whose lines are also notices in the result."""
+
+    def remark(line: str) -> None:
+        coordinator.add_notice.remote(line)
+        report(line)
+
+    return remark
+
+
 def _warn_of_leakage(config: RunConfig, final: dict[str, Any], report: Printer) -> None:
     leakage = final.get("batchnorm_leakage", 0.0)
     if config.batchnorm in ("local", "local_view", "synchronized") and leakage > NOTABLE_LEAKAGE:
@@ -351,7 +373,27 @@ def _warn_of_baseline(config: RunConfig, final: dict[str, Any], report: Printer)
     name = config.evaluation_metric
     value, baseline = final.get(name), final.get(f"baseline_{name}")
     if value is not None and baseline is not None and value <= baseline:
+        advice = "train longer (--epochs)"
+        if baseline >= 1:
+            advice = "no encoder can be, as these rows are too easy or too few"
         report(
             f"the encoder is not better than {config.baseline} on held-out rows: "
-            f"{name} {value:.3f} and {baseline:.3f}; train longer (--epochs)"
+            f"{name} {value:.3f} and {baseline:.3f}; {advice}"
+        )
+
+
+def _warn_of_solved_task(config: RunConfig, output: Place, report: Printer) -> None:
+    """Report a cross-entropy near 0 in the last tenth of the steps, which have taught nothing."""
+    if not LOSSES[config.stages[-1].loss].mixes:  # other losses may be 0 or below by design
+        return
+    try:
+        losses = {line["step"]: line["loss"] for line in read_metrics(output) if "loss" in line}
+    except (DataError, StorageError):  # the run has its result without this line
+        return
+    first = 0.9 * max(losses, default=0)
+    last = [loss for step, loss in losses.items() if step > first]
+    if last and median(last) < SOLVED_LOSS:
+        report(
+            f"the loss stayed below {SOLVED_LOSS} in the last tenth of the steps: the task is already solved; "
+            f"{_HARDER[config.data.kind]}"
         )

@@ -130,6 +130,8 @@ class Trainer:
             self._prepare_first_step()
         while (workers := self._job.workers_at(self._position.stage)) == self._job.workers:
             if self._is_stopping:
+                if not self._is_logged(self._position.step):
+                    self._logger.write(self._position, {})  # without a loss: the whole run logs none here
                 self._save()
                 return Stopped(self._position.step)
             if not self._runner.is_stage_over():

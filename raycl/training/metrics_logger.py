@@ -37,6 +37,7 @@ class MetricsLogger:
         self._began, self._failure = job.began, job.failure
         self._log: MetricsLog | None = None
         self._trackers, self._progress_sent_at = Trackers([]), 0.0
+        self._progress: dict[str, Any] = {}  # after the last step; empty before the first one
         self._latest: dict[str, Any] = {}  # exported to Prometheus, with the next two
         self._num_trained_steps = self._num_trained_samples = 0
         if rank() == 0:
@@ -79,19 +80,20 @@ class MetricsLogger:
 
     def show_progress(self, position: Position, loss: float) -> None:
         """Update the driver's progress line, a few times a second at most."""
-        if self._log is not None and time.monotonic() - self._progress_sent_at > _PROGRESS_INTERVAL_S:
-            self._progress_sent_at = time.monotonic()
-            progress = {
-                "step": position.step,
-                "num_steps": self._num_steps,
-                "samples": position.samples,
-                "num_views": self._num_views,
-                "epoch": position.epoch,
-                "loss": loss,
-                "seconds": position.seconds,
-                "time": time.time(),
-            }
-            self._coordinator.add_progress.remote(progress)
+        if self._log is None:
+            return
+        self._progress = {
+            "step": position.step,
+            "num_steps": self._num_steps,
+            "samples": position.samples,
+            "num_views": self._num_views,
+            "epoch": position.epoch,
+            "loss": loss,
+            "seconds": position.seconds,
+            "time": time.time(),
+        }
+        if time.monotonic() - self._progress_sent_at > _PROGRESS_INTERVAL_S:
+            self._send_progress()
 
     def write_failure(self) -> None:
         """After the first step of a group, add a line about the cost of the loss of a group before, unless one did."""
@@ -111,10 +113,10 @@ class MetricsLogger:
         self.flush()  # the driver forgets this failure if the group is lost, too
 
     def write_evaluation(self, position: Position, metrics: Mapping[str, float]) -> None:
-        """Add a line of metrics and show it in the progress line at once."""
+        """Add a line of metrics and show it in the progress line at once, with the last step."""
         self.write(position, metrics)
         if self._log is not None:
-            self._coordinator.add_progress.remote(dict(metrics))
+            self._send_progress(metrics)
 
     def notify(self, position: Position, event: str, text: str) -> None:
         """Print an event in the driver at once, and add it as a line."""
@@ -145,15 +147,23 @@ class MetricsLogger:
             self._log.flush()
 
     def close(self, *, finished: bool) -> None:
-        """Send the last metrics to the trackers; ``finished`` is false if the run failed or will be continued."""
+        """Show the last step and send the last metrics to the trackers.
+
+        ``finished`` is false if the run failed or will be continued.
+        """
         if self._log is None:
             return
+        self._send_progress()
         self._trackers.close(finished=finished)
         self._exporter.close()
         # An error here must not hide the one that ended the run.
         with contextlib.nullcontext() if finished else contextlib.suppress(StorageError):
             for text in self._trackers.messages():
                 self.notify(self._position, "tracking", text)
+
+    def _send_progress(self, metrics: Mapping[str, float] | None = None) -> None:
+        self._progress_sent_at = time.monotonic()
+        self._coordinator.add_progress.remote({**self._progress, **(metrics or {})})
 
     def _wall_seconds(self) -> float:
         """Return the time since the run began; the clocks of two nodes may differ a little."""

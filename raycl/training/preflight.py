@@ -343,7 +343,8 @@ def check_output(config: RunConfig, output: Place, *, resume: bool) -> None:
     if (output / CONFIG).exists():
         if not resume:
             raise ConfigError(
-                f"{output} holds an earlier run; give another --output, or --resume to continue it"
+                f"{output} holds an earlier run; give another output, or continue it with --resume "
+                "(resume=True in Python)"
             )
         _check_unchanged(_saved_config(output), config)
     output.check_writable()

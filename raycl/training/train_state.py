@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast, final
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from raycl.batchnorm import encode_shuffled, leakage, split_batchnorm
@@ -286,10 +287,11 @@ class TrainState:
             average_buffers(network)
 
     def leakage(self, views: Views, *, seed: int) -> dict[str, float]:
-        """Measure the leakage of BatchNorm, if it can leak; collective."""
+        """Measure the leakage of BatchNorm, if the tower has such layers and they can leak; collective."""
         num_rows = min(len(views), PROBED_ROWS)
         group_size = min(self._embed_config.leak_group_size, num_rows // 2)
-        if group_size < 2 or isinstance(self.tower, TwoTowers):
+        has_batchnorm = any(isinstance(layer, _BatchNorm) for layer in self.tower.modules())
+        if group_size < 2 or isinstance(self.tower, TwoTowers) or not has_batchnorm:
             return {}
         view_b = views.second_view()
         if view_b is None:

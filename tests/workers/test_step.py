@@ -256,9 +256,9 @@ def assert_equals_the_whole_batch(
                 assert torch.equal(torch.as_tensor(values), torch.as_tensor(alone[2][name]))
 
 
-def leakage_of_views(rank: int, num_workers: int) -> dict[str, float]:
+def leakage_of_views(rank: int, num_workers: int, encoder: nn.Module | None = None) -> dict[str, float]:
     config = config_of("moco_v2", num_workers)
-    towers = build_towers(config, None, build_tower().encoder.float())
+    towers = build_towers(config, None, encoder or build_tower().encoder.float())
     learner = TrainState.build(config, towers, num_samples=None)
     assert learner.momentum_encoder is not None
     with torch.no_grad():
@@ -288,6 +288,11 @@ def test_the_leakage_of_query_and_key_encoder_is_the_mean_over_workers(num_worke
     assert len({0.0, *advantages}) == 1 + num_workers
     for each in found:
         assert each["batchnorm_leakage"] == pytest.approx(sum(advantages) / num_workers)
+
+
+def test_a_network_without_batchnorm_has_no_leakage_to_report() -> None:
+    encoder = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(2), nn.Flatten())
+    assert leakage_of_views(0, 1, encoder) == {"own": 0.0}
 
 
 CROPS = {"augment.views": [{"count": 2}, {"count": 2, "size": 8}]}
