@@ -269,12 +269,8 @@ def check_is_kept(output: Place) -> None:
 
 
 def check_absent(output: str) -> None:
-    """Raise ``StorageError`` if the output exists, unless it is an empty folder or has a writer.
-
-    Raises ``ConfigError`` if Ray would delete it after the job.
-    """
+    """Raise ``StorageError`` if the output exists, unless it is an empty folder or has a writer."""
     place = Place(absolute(output))
-    check_is_kept(place)
     if place.exists() and not (
         place.is_folder() and (_is_empty(place) or any(map(is_claim, place.written_at())))
     ):

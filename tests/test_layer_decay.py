@@ -117,7 +117,7 @@ def test_a_checkpoint_with_other_groups_of_parameters_is_refused_in_one_line() -
         for each in (config, decayed)
     )
     with pytest.raises(
-        ConfigError, match="the optimizer of the checkpoint has other groups.*; continue the run with"
+        ConfigError, match="the optimizer of the checkpoint does not fit .*; use that version of raycl"
     ):
         state.load_state_dict(earlier.state_dict())
 

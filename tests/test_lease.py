@@ -330,15 +330,11 @@ def test_an_output_in_the_copy_of_a_submitted_folder_is_refused(
         re.escape(f"{folder}/runs/first lies in Ray's copy of the submitted folder")
         + ".*absolute path.*s3://"
     )
-    for writes in (
-        validate_run(raycl.recipe("simclr"), output="runs/first", resume=True),
-        writing_new("runs/first"),
-        writing_new("runs/first", is_file=True),
-    ):
-        with pytest.raises(ConfigError, match=refused), writes:
-            raise AssertionError("written")
+    run = validate_run(raycl.recipe("simclr"), output="runs/first", resume=True)
+    with pytest.raises(ConfigError, match=refused), run:
+        raise AssertionError("written")
     assert not list(folder.iterdir())
-    with writing_new(str(tmp_path / "kept")) as place:
+    with writing_new("model") as place:  # the job may upload it
         assert place.is_folder()
 
 

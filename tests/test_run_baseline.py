@@ -197,7 +197,7 @@ def remarks_of(recipe: str, losses: Sequence[float], output: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("recipe", "advice"),
     [
-        ("simcse", "lists of equivalent texts, set text_augment.deletion, or choose another encoder"),
+        ("simcse", "lists of equivalent texts, a teacher (stages.0.loss=distillation), or another encoder"),
         ("simclr", "(augment.*)"),
         ("two_tower", "hard negatives (negatives.mined.num)"),
         ("clip", "hard negatives (negatives.mined.num)"),

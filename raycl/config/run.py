@@ -217,6 +217,11 @@ class RunConfig(Section):
         return None if self.data.samples_per_class is None else "data.samples_per_class"
 
     @property
+    def ends_with_cross_entropy(self) -> bool:
+        """Whether the loss of the last stage is a cross-entropy over negatives; others may be 0 or below by design."""
+        return LOSSES[self.stages[-1].loss].mixes
+
+    @property
     def encoder_names(self) -> tuple[str, ...]:
         """The names of the networks, one or two."""
         of_texts = (self.text_encoder.name,) if self.data.kind == "image_text" else ()

@@ -194,6 +194,10 @@ class Source:
         reader = READERS[self.kind]
         return reader.read(fragment.place, names, self.types, start=fragment.start, stop=fragment.stop)
 
+    def image_files(self) -> list[str]:
+        """Return the addresses of the images of a folder, in the order of their ids."""
+        return [(Place(each.uri) / path).uri for each in self.fragments for path in each.paths]
+
     def sample_ids(self, fragments: Sequence[Fragment]) -> NDArray[np.int64]:
         """Return the ids of all rows of these fragments, invalid ones included; reads at most the id column."""
         with ThreadPoolExecutor(8) as pool:

@@ -33,7 +33,7 @@ def check_pools(
                 placed.append((answer, text, num_bytes, encoder))
         name = f"memory of an encoder of {section}"
         remedy = f"lower {section}.actors, set {section}.node_label to nodes without workers, or add nodes"
-        yield check_nodes(name, encoder, placed, remedy)
+        yield check_nodes(name, encoder, placed, lambda _, remedy=remedy: remedy)
         if pool.gpus_per_actor:
             nodes = [answer.node for answer in chosen]
             name, remedy = f"GPU of an encoder of {section}", f"raise {section}.gpus_per_actor"

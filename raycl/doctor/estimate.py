@@ -1,6 +1,6 @@
 """Estimates of the memory of processes, and the memory of nodes that they are compared with."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -109,8 +109,13 @@ def available_memory(answer: NodeAnswer[NodeInfo]) -> float:
     return 0.0 if info is None else info.free_memory - _RESERVED * info.memory
 
 
-def check_nodes(name: str, estimate: MemoryEstimate, placed: Sequence[Placed], remedy: str) -> CheckResult:
-    """Compare the memory of the tightest node with the processes that it may get; ``estimate`` is shown if none may."""
+def check_nodes(
+    name: str, estimate: MemoryEstimate, placed: Sequence[Placed], remedy: Callable[[MemoryEstimate], str]
+) -> CheckResult:
+    """Compare the memory of the tightest node with the processes that it may get; ``estimate`` is shown if none may.
+
+    ``remedy`` says how to lower an estimate.
+    """
     tightest = min(placed, key=lambda each: available_memory(each[0]) - each[2], default=None)
     shown = tightest[3] if tightest else estimate
     seen = f"about {format_bytes(shown.host)} " + ("beside the GPU " if shown.on_gpu else "")
@@ -120,7 +125,7 @@ def check_nodes(name: str, estimate: MemoryEstimate, placed: Sequence[Placed], r
     answer, text, num_bytes, _ = tightest
     available = available_memory(answer)
     seen += f"; {text} on {answer.node.name}, which has {format_bytes(max(0.0, available))} free"
-    return passed_if(num_bytes <= available, name, seen, remedy)
+    return passed_if(num_bytes <= available, name, seen, remedy(shown))
 
 
 def check_gpu(

@@ -78,7 +78,9 @@ def check_memory(
     # Ray fills one node before the next.
     groups = [(answer, count, estimate_of(count)) for answer, count in counts if count]
     placed = [(answer, str(count), count * each.host, each) for answer, count, each in groups]
-    yield check_nodes("memory of a worker", estimate, placed, estimate.remedy(config, on_gpu=False))
+    yield check_nodes(
+        "memory of a worker", estimate, placed, lambda shown: shown.remedy(config, on_gpu=False)
+    )
     if config.gpu:
         nodes = [answer.node for answer in answers if has_gpu_of(config, answer.node)]
         yield check_gpu("memory of a GPU", estimate, nodes, estimate.remedy(config, on_gpu=True))

@@ -25,6 +25,8 @@ def check_storage(output: str, nodes: Sequence[Node]) -> CheckResult:
     try:
         place = Place(absolute(output))
         check_is_kept(place)
+        if place.exists() and not place.is_folder():
+            return failed("storage", f"{place} is a file", "give a folder, or a new address")
         has_run = (place / CONFIG).exists()
         folder = _folder_of(place)
         problems, remedy = exchange_files(_nearest_existing(folder), nodes)

@@ -31,7 +31,6 @@ from raycl.lease import writing_new
 from raycl.models.encoder_io import ImageEncoder, SavedEncoder, TextEncoder
 from raycl.models.registry import SideName, trusted_packages
 from raycl.ray_runtime import fetch_tables, wait_for_cpu
-from raycl.storage import Place
 
 BATCH_SIZE = 256
 FILE = "part-0.parquet"  # of rows embedded in this process
@@ -92,7 +91,7 @@ def embed_to_parquet(
                 filesystem, path = place.resolve()
                 embedded = embed_dataset(decode_source(source, decoder), saved, gpu=gpu, network=network)
                 if source.kind == "folder":
-                    listed = ray.put(_files_of(source))
+                    listed = ray.put(pa.array(source.image_files(), pa.large_string()))
                     embedded = embedded.map_batches(
                         lambda rows: _with_paths(rows, ray.get(listed)),
                         batch_size=None,
@@ -101,19 +100,17 @@ def embed_to_parquet(
                 embedded.write_parquet(path, filesystem=filesystem, min_bytes_per_file=FILE_BYTES)
             else:
                 table = pa.concat_tables(embedded_tables(source, decoder, saved, encoder, network=network))
-                table = _with_paths(table, _files_of(source)) if source.kind == "folder" else table
+                table = (
+                    _with_paths(table, pa.array(source.image_files(), pa.large_string()))
+                    if source.kind == "folder"
+                    else table
+                )
                 with (place / FILE).create() as stream:
                     pq.write_table(table, stream)
             stats = counted_rows(decoder)
         if index is not None:  # not before the invalid rows are counted
             write_index(place, encoder.spec.representation_dim)
     return stats
-
-
-def _files_of(source: Source) -> pa.Array:
-    """Return the addresses of the images of a folder, in the order of their ids."""
-    files = ((Place(each.uri) / path).uri for each in source.fragments for path in each.paths)
-    return pa.array(files, pa.large_string())
 
 
 def _with_paths(rows: pa.Table, files: pa.Array) -> pa.Table:

@@ -14,7 +14,6 @@ from raycl.config import RunConfig
 from raycl.data.sources import Source
 from raycl.display import Displayable, Table
 from raycl.errors import ConfigError, DataError, RayclError, RunError, StoppedError, StorageError
-from raycl.loss_specs import LOSSES
 from raycl.models.build import build_towers
 from raycl.progress import ProgressLine, rows_read
 from raycl.ray_runtime import connect_cluster, require_cpu, unwrap_ray_errors
@@ -45,7 +44,7 @@ from raycl.training.transforms import build_transform
 
 SOLVED_LOSS = 1e-4
 _HARDER = {
-    "text": "give lists of equivalent texts, set text_augment.deletion, or choose another encoder",
+    "text": "give lists of equivalent texts, a teacher (stages.0.loss=distillation), or another encoder",
     "image": "let the views differ more (augment.*), or raise --batch-size",
     **dict.fromkeys(
         ("pairs", "image_text"), "mine hard negatives (negatives.mined.num), or raise --batch-size"
@@ -165,7 +164,8 @@ def train_validated(
         report(note)
     if dashboard := connect_cluster(address, debug=debug):
         report(f"dashboard: http://{dashboard}")
-    require_cpu(autoscaling=config.autoscaling)
+    with unwrap_ray_errors():
+        require_cpu(autoscaling=config.autoscaling)
     prestart_controller()
     if config.gpu:
         report(f"GPUs compute in {config.tower_precision} (precision={config.precision})")
@@ -384,7 +384,7 @@ def _warn_of_baseline(config: RunConfig, final: dict[str, Any], report: Printer)
 
 def _warn_of_solved_task(config: RunConfig, output: Place, report: Printer) -> None:
     """Report a cross-entropy near 0 in the last tenth of the steps, which have taught nothing."""
-    if not LOSSES[config.stages[-1].loss].mixes:  # other losses may be 0 or below by design
+    if not config.ends_with_cross_entropy:
         return
     try:
         losses = {line["step"]: line["loss"] for line in read_metrics(output) if "loss" in line}

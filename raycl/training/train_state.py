@@ -16,7 +16,7 @@ from raycl.config import RunConfig, Stage
 from raycl.distributed import all_sum, average_, num_workers
 from raycl.distributed.ddp import average_buffers, average_gradients
 from raycl.distributed.step_timer import phase
-from raycl.errors import ConfigError
+from raycl.errors import ConfigError, one_line
 from raycl.gradient_cache import checkpoint_activations, embed_in_chunks
 from raycl.loss_specs import LOSSES
 from raycl.losses import NormalizingConstant
@@ -324,8 +324,8 @@ class TrainState:
                 part.load_state_dict(state[name])
             except ValueError as error:
                 raise ConfigError(
-                    f"the {name} of the checkpoint has other groups of parameters, as with optimizer.layer_decay in an earlier "
-                    "version; continue the run with that version of raycl, or give another --output"
+                    f"the {name} of the checkpoint does not fit ({one_line(error)}), as after optimizer.layer_decay in an "
+                    "earlier version; use that version of raycl for this run, or begin another"
                 ) from error
 
     def _not_averaged(self) -> Iterator[nn.Parameter]:
