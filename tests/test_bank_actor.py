@@ -145,7 +145,7 @@ def test_a_queue_is_restored_from_its_snapshot(tmp_path: Path, num_rows: int) ->
 def test_a_shard_on_a_node_without_the_folder_of_the_run_says_so(tmp_path: Path) -> None:
     actor = QueueActor(a_spec(output=tmp_path / "on another disk"))
     with pytest.raises(
-        RunError, match="does not have the folder .* give a folder that all nodes share"
+        RunError, match="does not see the files in .* give a folder that all nodes share"
     ) as error:
         actor.info()
     message_of(error)
@@ -508,7 +508,7 @@ def test_an_export_to_a_folder_that_the_node_of_a_shard_does_not_share_is_refuse
     if has_folder:
         output.mkdir()
     with pytest.raises(
-        RunError, match="does not have the folder .*export; give a folder that all nodes"
+        RunError, match="does not see the files in .*export; give a folder that all nodes"
     ) as error:
         actor.export(0, 100, str(output))
     message_of(error)
