@@ -681,11 +681,16 @@ def test_the_samples_of_a_queue_of_texts_are_found_by_the_text(
             assert next(each.text for each in found.sample(name).texts if each.role == role) == texts[5]
             assert len(found.rows(name).rows) == 1
         for ask in (found.nearest, found.rows):
-            with pytest.raises(UnknownSampleError, match="queue of texts are hashes .*; choose an id that an answer has shown"):
+            with pytest.raises(
+                UnknownSampleError,
+                match="queue of texts are hashes .*; choose an id that an answer has shown",
+            ):
                 ask(105)
     monkeypatch.setattr(cli_bank, "_connect", lambda *_: bank)
     for command in (lambda: cli_bank.nearest("test", 105), lambda: cli_bank.get("test", [105])):
-        with pytest.raises(ConfigError, match="queue of texts are hashes .*; choose an id that an answer has shown"):
+        with pytest.raises(
+            ConfigError, match="queue of texts are hashes .*; choose an id that an answer has shown"
+        ):
             command()
 
 
