@@ -9,10 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import raycl
+from raycl.config.overrides import override
 from raycl.errors import ConfigError
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.matryoshka import Matryoshka
 from raycl.losses.objective import StoreBatch, build_objective
+from raycl.recipes import recipe
+from raycl.training.launch import _untrained_numbers
 
 peer = pytest.importorskip("sentence_transformers.losses")
 DIMS, WEIGHTS = (4, 16, 64), (0.5, 1.0, 2.0)
@@ -53,6 +56,16 @@ def test_value_and_gradient_equal_those_of_sentence_transformers() -> None:
     for found, gradient in zip(torch.autograd.grad(ours, (query, key)), expected, strict=True):
         torch.testing.assert_close(found, gradient, rtol=1e-9, atol=1e-12)
     assert objective.collapsed_loss(batch_size=32, stored=StoreBatch()) == pytest.approx(3.5 * math.log(32))
+
+
+def test_numbers_without_a_loss_are_reported() -> None:
+    config = override(recipe("two_tower"), {"stages.0.matryoshka_dims": [64, 256]})
+    assert list(_untrained_numbers(config)) == [
+        "stages.0.matryoshka_dims ends with 256: the other 768 numbers of the embedding are not trained; "
+        "add 1024 to train them too"
+    ]
+    assert not list(_untrained_numbers(override(config, {"stages.0.matryoshka_dims": [64, 1024]})))
+    assert not list(_untrained_numbers(recipe("two_tower")))
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def train_validated(
     config, output = run.config, run.output
     tokenizer = known_tokenizer(config, output, resumed=run.resumed) if config.has_texts else None
     _check_towers(config, encoder, Vocabulary(tokenizer) if tokenizer else Vocabulary.stand_in())
-    for note in notes:
+    for note in (*notes, *_untrained_numbers(config)):
         report(note)
     if dashboard := connect_cluster(address, debug=debug):
         report(f"dashboard: http://{dashboard}")
@@ -348,6 +348,17 @@ def _write_result(run: ValidatedRun, data: DataModule, final: dict[str, Any], co
         del values["data_sets"]
     write_result(run.output, {"status": "finished", **values})
     return result
+
+
+def _untrained_numbers(config: RunConfig) -> Iterator[str]:
+    """Yield a line for each stage whose prefixes leave numbers of the embedding without a loss."""
+    dim = config.projection_head.dim
+    for number, stage in enumerate(config.stages):
+        if stage.matryoshka_dims is not None and (longest := max(stage.matryoshka_dims)) < dim:
+            yield (
+                f"stages.{number}.matryoshka_dims ends with {longest}: the other {dim - longest} numbers of the embedding "
+                f"are not trained; add {dim} to train them too"
+            )
 
 
 def _noticing(report: Printer, coordinator: Any) -> Printer:
