@@ -125,8 +125,8 @@ def test_the_groups_of_one_part_are_the_queries(num_queries: int) -> None:
 @pytest.mark.parametrize(
     ("role", "values", "cause"),
     [
-        ("label", [*MISSING, "nan"], "no label"),
-        ("label", [2, -1, 0.5, "yes", "01", b"1", [1]], "label other than 0 and 1"),
+        ("label", [*MISSING, "nan", -1], "no label, or -1"),
+        ("label", [2, 0.5, "yes", "01", b"1", [1]], "label other than 0 and 1"),
         *(
             (role, values, cause)
             for role in ("query", "document")
@@ -171,7 +171,7 @@ def test_a_file_may_lack_the_label_of_a_click(label: pa.Array, tmp_path: Path) -
     (rows,) = source.read(source.fragments[0])
     stats = ReadStats()
     _valid_rows(rows.values, labels_as_given(rows, source), rows.where, stats)
-    assert stats.invalid.pop("no label") == 1
+    assert stats.invalid.pop("no label, or -1") == 1
     assert dict(stats.invalid) == ({"label other than 0 and 1": 2} if "yes" in label.to_pylist() else {})
 
 

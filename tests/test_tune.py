@@ -56,7 +56,9 @@ RATE, TEMPERATURE, CROP, BATCH = (
 def test_a_run_without_a_measure_names_its_cause(
     name: str, needed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unmeasured = SimpleNamespace(final={"loss": 1.0}, seconds=1.0, notices=["the cause: no periodic measure"])
+    unmeasured = SimpleNamespace(
+        final={"loss": 1.0}, seconds=1.0, notices=["the cause: no periodic measure", "other"]
+    )
     monkeypatch.setattr("raycl.training.launch.train", lambda *_, **__: unmeasured)
     with pytest.raises(DataError, match=f"trials by: the cause: no periodic measure; give more {needed}$"):
         _train(recipe(name), "output", [])

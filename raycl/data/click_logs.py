@@ -148,8 +148,11 @@ def is_clicked(label: Any) -> bool:
         return True
     if text in ("0", "false", "0.0"):
         return False
-    is_absent = is_missing(label) or text == "nan"  # a source has floats of grades as texts
-    raise InvalidValueError("no label" if is_absent else "label other than 0 and 1")
+    is_absent = is_missing(label) or text in (
+        "nan",
+        "-1",
+    )  # a source has one number for null and -1, and floats as texts
+    raise InvalidValueError("no label, or -1" if is_absent else "label other than 0 and 1")
 
 
 def _checked_row(values: Mapping[str, Any], label: Any) -> dict[str, Any]:

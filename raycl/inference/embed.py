@@ -87,11 +87,12 @@ def embed_to_parquet(
             max_invalid_fraction=allowed_invalid_fraction(run, max_invalid_fraction),
             quiet=quiet,
         ) as decoder:
+            files = pa.array(source.image_files(), pa.large_string()) if source.kind == "folder" else None
             if ray.is_initialized():
                 filesystem, path = place.resolve()
                 embedded = embed_dataset(decode_source(source, decoder), saved, gpu=gpu, network=network)
-                if source.kind == "folder":
-                    listed = ray.put(pa.array(source.image_files(), pa.large_string()))
+                if files is not None:
+                    listed = ray.put(files)
                     embedded = embedded.map_batches(
                         lambda rows: _with_paths(rows, ray.get(listed)),
                         batch_size=None,
@@ -100,11 +101,7 @@ def embed_to_parquet(
                 embedded.write_parquet(path, filesystem=filesystem, min_bytes_per_file=FILE_BYTES)
             else:
                 table = pa.concat_tables(embedded_tables(source, decoder, saved, encoder, network=network))
-                table = (
-                    _with_paths(table, pa.array(source.image_files(), pa.large_string()))
-                    if source.kind == "folder"
-                    else table
-                )
+                table = table if files is None else _with_paths(table, files)
                 with (place / FILE).create() as stream:
                     pq.write_table(table, stream)
             stats = counted_rows(decoder)

@@ -353,7 +353,9 @@ def _load_transformers_model(path: str, *, pretrained: bool) -> Any:
         raise ConfigError(
             f"there is no model at {path!r} (no config.json); give a folder that save_pretrained wrote"
         )
-    library.utils.logging.disable_progress_bar()
+    bars = library.utils.logging
+    shows_bars = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
     try:
         if pretrained:
             model = library.AutoModel.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -364,6 +366,9 @@ def _load_transformers_model(path: str, *, pretrained: bool) -> Any:
             )
     except Exception as error:  # a damaged file may raise anything
         raise ConfigError(f"cannot read the model at {path!r}: {one_line(error)}; save it again") from error
+    finally:
+        if shows_bars:
+            bars.enable_progress_bar()
     if getattr(model, "pooler", None) is not None:
         # BERT's extra layer on [CLS] is unused here, and a parameter without gradient would stop DDP.
         model.pooler = None

@@ -44,11 +44,9 @@ from raycl.training.transforms import build_transform
 
 SOLVED_LOSS = 1e-4
 _HARDER = {
-    "text": "give lists of equivalent texts, a teacher (stages.0.loss=distillation), or another encoder",
-    "image": "let the views differ more (augment.*), or raise --batch-size",
-    **dict.fromkeys(
-        ("pairs", "image_text"), "mine hard negatives (negatives.mined.num), or raise --batch-size"
-    ),
+    "text": "give lists of equivalent texts, a teacher (loss distillation), or another encoder",
+    "image": "let the views differ more (augment.*), or give more negatives",
+    **dict.fromkeys(("pairs", "image_text"), "give harder negatives, such as those of raycl mine"),
 }
 NOTABLE_LEAKAGE = 0.05  # encoders that cannot use the leak reach up to 0.04
 
@@ -394,17 +392,18 @@ def _warn_of_baseline(config: RunConfig, final: dict[str, Any], report: Printer)
 
 
 def _warn_of_solved_task(config: RunConfig, output: Place, report: Printer) -> None:
-    """Report a cross-entropy near 0 in the last tenth of the steps, which have taught nothing."""
+    """Report a cross-entropy near 0 in the last tenth of the last stage's steps, which have taught nothing."""
     if not config.ends_with_cross_entropy:
         return
     try:
-        losses = {line["step"]: line["loss"] for line in read_metrics(output) if "loss" in line}
+        lines = [line for line in read_metrics(output) if line.get("stage", 0) == len(config.stages) - 1]
     except (DataError, StorageError):  # the run has its result without this line
         return
-    first = 0.9 * max(losses, default=0)
-    last = [loss for step, loss in losses.items() if step > first]
+    losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    first, end = min(losses, default=0), max(losses, default=0)
+    last = [loss for step, loss in losses.items() if step >= end - (end - first) / 10]
     if last and median(last) < SOLVED_LOSS:
         report(
-            f"the loss stayed below {SOLVED_LOSS} in the last tenth of the steps: the task is already solved; "
+            f"the median loss of the last tenth of the steps is below {SOLVED_LOSS}: the task is already solved; "
             f"{_HARDER[config.data.kind]}"
         )

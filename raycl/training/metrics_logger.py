@@ -128,6 +128,7 @@ class MetricsLogger:
     def roll_back(self, position: Position, text: str) -> None:
         """Notify of a rollback to this position; the trackers drop later steps."""
         self._trackers.roll_back(position.step)
+        self._progress = {}  # of a step that is undone
         self.notify(position, ROLLBACK, text)
 
     def goodput(self) -> float:

@@ -12,6 +12,7 @@ from raycl.config import RunConfig
 from raycl.data.sources import Source
 from raycl.errors import DataError, RayclError
 from raycl.ray_runtime import unwrap_ray_errors
+from raycl.records import NOT_EVALUATED
 from raycl.storage import Place
 from raycl.tuning.plan import ETA, Measured, trial_config
 
@@ -67,7 +68,10 @@ def _train(config: RunConfig, output: str, sources: Sequence[Source]) -> Measure
     began, data = time.monotonic(), [source.uri for source in sources]
     result = train(config, output=output, data=data, sources=sources, quiet=True)
     if config.evaluation_metric not in result.final:
-        reasons = "; ".join(result.notices) or "the run reported no reason"
+        reasons = (
+            "; ".join(each for each in result.notices if NOT_EVALUATED in each)
+            or "the run reported no reason"
+        )
         needed = "pairs" if config.has_two_towers else "rows with labels of several classes"
         raise DataError(
             f"the run measured no {config.evaluation_metric} to compare trials by: {reasons}; "
