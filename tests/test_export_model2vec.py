@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch.nn.functional import cosine_similarity, normalize
 from raycl.errors import ConfigError
 from raycl.inference.encoder import load_encoder
 from raycl.inference.export import export_encoder
+from raycl.inference.preflight import Package
 from raycl.models.specs import HeadSpec
 from raycl.tokenization import Tokenizer
 from tests.test_cli import run_raycl
@@ -79,6 +80,13 @@ def test_an_encoder_that_is_no_table_is_refused(
         export_encoder(run, tmp_path / "out", to="model2vec")
     assert reason in str(error.value) and str(error.value).endswith("export to sentence_transformers")
     assert not (tmp_path / "out").exists()
+
+
+def test_the_help_names_all_packages(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, output, _ = run_raycl(monkeypatch, capsys, "export", "--help")
+    assert all(name in output for name in get_args(Package))
 
 
 def test_the_command_prints_how_to_load_it(

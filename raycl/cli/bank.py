@@ -132,7 +132,7 @@ def get(
     if not len(found):
         from raycl.negatives.search import why_missing
 
-        raise ConfigError(why_missing(missing[0], target.spec))
+        raise ConfigError(why_missing(missing, target.spec))
     if as_json:
         # A partition function that no step has written yet is -inf, which JSON does not have.
         values = [[each if math.isfinite(each) else None for each in row] for row in found.rows.tolist()]

@@ -118,7 +118,10 @@ def export(
     run: Run,
     output: Annotated[str, typer.Option(help="Folder to write; local or s3://.")],
     to: Annotated[
-        str | None, typer.Option(help="sentence_transformers (texts), torchvision or timm (images), or onnx.")
+        str | None,
+        typer.Option(
+            help="sentence_transformers or model2vec (texts), torchvision or timm (images), or onnx."
+        ),
     ] = None,
     side: Side = "query",
     debug: Debug = False,

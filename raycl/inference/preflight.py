@@ -4,7 +4,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal, get_args
 
 from raycl.arguments import check_type
 from raycl.config.overrides import config_from_yaml
@@ -42,12 +42,14 @@ _VALID: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+Package = Literal["sentence_transformers", "model2vec", "torchvision", "timm", "onnx"]
+
+
 def check_package(to: str | None) -> None:
     """Raise ``ConfigError`` unless encoders can be exported to the package."""
-    if to not in ("sentence_transformers", "model2vec", "torchvision", "timm", "onnx", None):
-        raise ConfigError(
-            f"cannot export to {to!r}; there are sentence_transformers, model2vec, torchvision, timm and onnx"
-        )
+    packages = get_args(Package)
+    if to not in (*packages, None):
+        raise ConfigError(f"cannot export to {to!r}; there are {', '.join(packages[:-1])} and {packages[-1]}")
     missing = [each for each in ("onnx", "onnxscript") if to == "onnx" and find_spec(each) is None]
     if missing:
         raise ConfigError(

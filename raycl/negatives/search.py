@@ -72,20 +72,21 @@ def written(rows: Negatives) -> Negatives:
     return rows if is_written.all() else rows[is_written]
 
 
-def why_missing(sample_id: int, spec: BankSpec) -> str:
-    """Return in one line that a bank has no row of a sample, and what to ask instead."""
+def why_missing(sample_ids: Sequence[int], spec: BankSpec) -> str:
+    """Return in one line that a bank has no row of these samples, and what to ask instead."""
+    named = ", ".join(map(str, sample_ids[:5]))
     if spec.has_text_ids:
         return (
-            f"the bank {spec.name!r} holds no row with the id {sample_id} now: the ids of a queue of texts are hashes "
+            f"the bank {spec.name!r} holds no row with the id {named} now: the ids of a queue of texts are hashes "
             "of the texts, not sample ids; choose an id that an answer has shown"
         )
-    return f"the bank {spec.name!r} holds no row of sample {sample_id} now; choose another sample"
+    return f"the bank {spec.name!r} holds no row of sample {named} now; choose another sample"
 
 
 def newest_of(found: SampleRows, sample_id: int, spec: BankSpec) -> np.ndarray:
     """Return the newest row of a sample, [dim], of its rows; raises ``ConfigError`` if there is none."""
     if len(found) == 0 or found.step.max() < 0:
-        raise ConfigError(why_missing(sample_id, spec))
+        raise ConfigError(why_missing([sample_id], spec))
     return found.rows[found.step.argmax()]
 
 

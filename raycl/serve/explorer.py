@@ -248,7 +248,7 @@ class Explorer:
         """Return the norms and ages of a sample's rows."""
         found = self._ask_of_sample(lambda bank: bank.get(np.array([sample_id])))
         if not len(found):
-            raise UnknownSampleError(why_missing(sample_id, self.bank.ask(lambda bank: bank.spec)))
+            raise UnknownSampleError(why_missing([sample_id], self.bank.ask(lambda bank: bank.spec)))
         self.num_answered += 1
         newest = found.newest_step
         by_step = sorted(zip(found.step.tolist(), _norms(found.rows), strict=True), reverse=True)

@@ -1,7 +1,5 @@
 """Export: write an encoder for other packages."""
 
-from typing import Literal
-
 from raycl.arguments import Address, as_address
 from raycl.errors import ConfigError
 from raycl.inference.encoder import read_encoders
@@ -10,12 +8,10 @@ from raycl.inference.export.onnx import GRAPH, onnx_files
 from raycl.inference.export.sentence_transformers import sentence_folder
 from raycl.inference.export.timm import timm_files
 from raycl.inference.export.torchvision import ARCHITECTURE, MODEL, WEIGHTS, torchvision_files
-from raycl.inference.preflight import check_inputs, check_package
+from raycl.inference.preflight import Package, check_inputs, check_package
 from raycl.lease import writing_new
 from raycl.models.encoder_io import ImageEncoder, TextEncoder
 from raycl.models.registry import OWN, SideName
-
-Package = Literal["sentence_transformers", "model2vec", "torchvision", "timm", "onnx"]
 
 
 def export_encoder(
@@ -30,10 +26,10 @@ def export_encoder(
     ``sentence_transformers`` takes encoders of texts: ``SentenceTransformer(output).encode`` gives the
     vectors of ``load_encoder(run).encode``, not normalized. ``model2vec`` takes a bag of subwords without a network
     and bias: ``StaticModel.from_pretrained(output).encode`` gives the same vectors, normalized, of texts up to the
-    maximum length. ``torchvision`` takes
-    encoders of images: ``weights.pth`` holds the weights, ``architecture.json`` the name of the network, or
-    ``model.py`` builds a network that torchvision has no name for. ``timm`` takes its own networks among these, and
-    ``timm.create_model("local-dir:...", pretrained=True)`` gives the vectors of ``encode``. ``onnx`` takes both:
+    maximum length. ``torchvision`` takes encoders of images: ``weights.pth`` holds the weights, ``architecture.json``
+    the name of the network, or ``model.py`` builds a network that torchvision has no name for. ``timm`` takes its own
+    networks among these, and ``timm.create_model("local-dir:...", pretrained=True)`` gives the vectors of ``encode``.
+    ``onnx`` takes both:
     ``model.onnx`` is a graph of uint8 images [batch, image_size, image_size, channels], which it normalizes, or of
     int64 tokens [batch, length], which ``tokenizer.json`` gives; ``model.json`` describes its input. All load only
     local files. Without ``to``, images go to torchvision and texts to sentence-transformers. ``side`` selects one of two
