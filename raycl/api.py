@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from raycl.arguments import Address, as_address, as_addresses, check_type, listed, optional_address
-from raycl.cli.plan import Settings, check_measure, command_settings, plan_run, run_flags
+from raycl.cli.plan import Settings, check_measure, command_settings, plan_run, resumed_run, run_flags
 from raycl.config import RunConfig
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.inference.preflight import check_inputs, check_options
@@ -59,14 +59,18 @@ def train(
     ("2:8" for a range) to ``settings`` (a dict such as ``{"encoder.name": "resnet18"}``, or strings
     ``key.path=value``) override parts of it, as the flags of ``raycl train`` do. ``encoder`` may be a module of
     your own that maps images [batch, channels, size, size], or tokens [batch, length], to [batch, dim].
+    ``resume`` continues the run in ``output``, by default with its settings, and its data if they have an address.
 
     Raises ``ConfigError``, ``DataError`` or ``StorageError`` before anything starts, ``RunError`` if the run
     fails later.
     """
-    if (data is None) == (dataset is None):
-        raise ConfigError("give exactly one of data (an address) and dataset (a Ray Dataset)")
     output, uris = as_address("output", output), as_addresses("data", data)
     datasets = listed(dataset)
+    if resume and dataset is None:
+        config_file, addresses = resumed_run(output)
+        recipe, uris = recipe or (None if like else config_file), uris or addresses
+    if (data is None and not uris) == (dataset is None):
+        raise ConfigError("give exactly one of data (an address) and dataset (a Ray Dataset)")
     _check_objects(datasets, encoder)
     check_type("address", address, str, optional=True)
     if not (uris or datasets):

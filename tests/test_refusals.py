@@ -27,7 +27,7 @@ from raycl.gpus import accelerators, are_missing, check_accelerator, check_bfloa
 from raycl.recipes import recipe
 from raycl.storage import Place
 from raycl.training import launch
-from raycl.training.launch import _check_length, _read_data, _report_skipped, train
+from raycl.training.launch import _check_length, _read_data, _report_skipped, _report_unused, train
 from raycl.training.preflight import check_negatives, check_pairs, column_names, validate_run
 from tests.images import encode, write_digits
 
@@ -329,6 +329,29 @@ def test_bfloat16_is_refused_if_no_gpu_supports_it() -> None:
         check_bfloat16(types)
     with pytest.raises(ConfigError, match="precision=bfloat16 needs GPUs that support it, got T4, V100; set"):
         check_bfloat16(["T4", "V100"])
+
+
+@pytest.mark.parametrize(
+    ("num_train", "line"),
+    [
+        (
+            [360],
+            "each epoch leaves out 104 of 360 rows, other ones each time; a stages.0.batch_size of about 180 instead of",
+        ),
+        (
+            [1_200],
+            "each epoch leaves out 176 of 1,200 rows, other ones each time; a stages.0.batch_size of about 240 ",
+        ),
+        ([2_800], None),  # 240 rows are less than a tenth
+        ([512], None),
+        ([360, 360], None),  # batches of several data sets are counted by their weights
+    ],
+)
+def test_a_run_says_how_many_rows_no_batch_of_an_epoch_has(num_train: list[int], line: str | None) -> None:
+    lines = list[str]()
+    config = override(recipe("simclr"), {"stages.0.batch_size": 256})
+    _report_unused(config, num_train, lines.append)
+    assert [each[: len(line or "")] for each in lines] == ([line] if line else [])
 
 
 def test_a_run_says_which_files_and_labels_it_ignores() -> None:

@@ -11,6 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 
 import raycl
+from raycl.cli.plan import resumed_run
 from raycl.config import RunConfig
 from raycl.config.overrides import config_to_yaml
 from raycl.errors import ConfigError, DataError, RunError, StorageError
@@ -221,7 +222,7 @@ def test_a_finished_run_that_a_full_disk_does_not_start_again_has_failed_and_kee
     monkeypatch.setattr(Place, "write_text", write_unless_full)
     for name in ("_check_towers", "connect_cluster", "require_cpu", "prestart_controller", "_report_skipped"):
         monkeypatch.setattr(launch, name, MagicMock())
-    for name in ("_check_data", "check_cluster", "_read_data"):
+    for name in ("_check_data", "check_cluster", "_read_data", "_report_unused"):
         monkeypatch.setattr(launch, name, MagicMock())
     for name in ("GracefulShutdown", "start_coordinator", "open_bank"):
         monkeypatch.setattr(launch, name, MagicMock())
@@ -290,3 +291,38 @@ def test_a_stream_of_an_earlier_version_is_refused_since_its_order_was_another(t
         check_same_data(Place(str(tmp_path)), described())
     (tmp_path / "data.json").write_text(json.dumps(described(streamed=False, workers=[2, 4])))
     check_same_data(Place(str(tmp_path)), described(streamed=False))
+
+
+@pytest.mark.parametrize("addresses", ["images", ["photos", "drawings"], None])
+def test_a_run_resumes_by_default_with_its_own_settings_and_data(output: str, addresses: Any) -> None:
+    (Path(output) / "data.json").write_text(json.dumps(described(data=addresses)))
+    expected = [addresses] if isinstance(addresses, str) else addresses or []
+    assert resumed_run(output) == (f"{output}/config.yaml", expected)
+
+
+def test_a_new_run_has_no_settings_and_data_to_resume_with(tmp_path: Path) -> None:
+    assert resumed_run(f"{tmp_path}/new") == (None, [])
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["simclr"], "a new run needs --data; only --resume finds the data of a run"),
+        (["simclr", "--resume"], "a new run needs --data; only --resume finds the data of a run"),
+        (["--resume", "--data", "images"], "give a recipe, or --like with one of"),
+        (
+            ["--resume", "--like", "lightly:simclr"],
+            "a new run needs --data; only --resume finds the data of a run",
+        ),
+    ],
+)
+def test_a_new_run_needs_a_recipe_and_data(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    flags: list[str],
+    line: str,
+) -> None:
+    status, _, errors = run_raycl(monkeypatch, capsys, "train", *flags, "--output", tmp_path / "run")
+    assert (status, errors.startswith(f"raycl: {line}"), errors.count("\n")) == (2, True, 1), errors
+    assert not (tmp_path / "run").exists()

@@ -109,12 +109,12 @@ def train(
     *,
     recipe: Annotated[str | None, typer.Argument(help="Recipe name or .yaml file.")] = None,
     data: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(
             help="File (parquet, Arrow, tar, CSV, JSONL), folder of them, table (Delta, Iceberg, Lance), or folder of "
-            "images; local or s3://. May be repeated: each batch has rows of one data set."
+            "images; local or s3://. May be repeated: each batch has rows of one data set. Required for a new run."
         ),
-    ],
+    ] = None,
     output: Annotated[str, typer.Option(help="Folder of the run; local or s3://.")],
     like: Like = None,
     workers: Workers = None,
@@ -123,18 +123,28 @@ def train(
     steps: Steps = None,
     batch_size: BatchSize = None,
     seed: Seed = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint.")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Resume from the last checkpoint, by default with the run's settings and data."
+        ),
+    ] = False,
     settings: Setting = None,
     address: Address = None,
     debug: Debug = False,
 ) -> None:
     """Pretrain an encoder by contrastive learning."""
-    from raycl.cli.plan import plan_run, run_flags
+    from raycl.cli.plan import plan_run, resumed_run, run_flags
     from raycl.recipes import recipe_like
 
     flags = run_flags(
         workers=workers, gpu=gpu or None, epochs=epochs, steps=steps, batch_size=batch_size, seed=seed
     )
+    if resume:
+        config_file, addresses = resumed_run(output)
+        recipe, data = recipe or (None if like else config_file), data or addresses
+    if not data:
+        raise ConfigError("a new run needs --data; only --resume finds the data of a run")
     config, sources, notes = plan_run(
         recipe_like(recipe, like),
         data=data,

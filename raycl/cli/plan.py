@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from raycl.arguments import check_type
+from raycl.arguments import check_type, listed
 from raycl.config import Columns, EncoderConfig, RunConfig, flat
 from raycl.config.overrides import config_from_yaml, flat_pairs, override_pairs, pairs_of, unknown_setting
 from raycl.errors import ConfigError
@@ -171,6 +171,16 @@ def _changed_rate(config: RunConfig, requested: RunConfig) -> tuple[str, ...]:
         f"the learning rate is {rate:g}, since {recipes:g} is meant for a bag of subwords; "
         "set stages.0.learning_rate for another one, about 2e-5 for a pretrained model",
     )
+
+
+def resumed_run(output: str) -> tuple[str | None, list[str]]:
+    """Return the address of the settings of the run in ``output``, and those of its data; a Ray Dataset has none."""
+    from raycl.records import CONFIG, DATA, read_object
+    from raycl.storage import Place
+
+    config, described = Place(output) / CONFIG, Place(output) / DATA
+    addresses = listed(read_object(described).get("data")) if described.exists() else []
+    return config.uri if config.exists() else None, addresses
 
 
 def run_flags(

@@ -190,6 +190,7 @@ def train_validated(
             _check_towers(config, encoder, vocabulary)
         job = _read_data(run, data, coordinator, described, quiet=quiet)
         job = replace(job, vocabulary=vocabulary, network=encoder)
+        _report_unused(config, job.num_train, report)
         with open_bank(job, report) as bank, open_miner(replace(job, bank=bank), report) as job:
             # Only now: a refused run must not leave an output that would require --resume.
             run.lease.check()
@@ -282,6 +283,20 @@ def _read_data(
         corpus_fingerprint=data.corpus_fingerprint,
         guide=None if guide is None else ray.put(guide),
     )
+
+
+def _report_unused(config: RunConfig, num_train: Sequence[int], report: Printer) -> None:
+    """Report if the batches of an epoch leave out a tenth of the rows of the only data set, or more."""
+    if len(num_train) > 1 or config.data.samples_per_class is not None:
+        return
+    [rows] = num_train
+    for number, stage in enumerate(config.stages):
+        steps, unused = divmod(rows, stage.batch_size)
+        if unused >= rows / 10:
+            report(
+                f"each epoch leaves out {unused:,} of {rows:,} rows, other ones each time; a stages.{number}.batch_size of "
+                f"about {rows // (steps + 1):,} instead of {stage.batch_size:,} uses nearly all"
+            )
 
 
 def _check_length(config: RunConfig, output: Place, num_train: Sequence[int]) -> None:

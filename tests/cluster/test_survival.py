@@ -128,7 +128,7 @@ def test_a_stopped_run_saves_and_reports_a_checkpoint_and_resumes_exactly(
     signal.signal(signal.SIGTERM, lambda *_: None)  # for a signal after the run
     with ThreadPoolExecutor(1) as threads:
         signaled = threads.submit(signal_at, output / "encoder.safetensors")
-        raycl.train(config, data=str(data), output=str(output), resume=True, quiet=True)
+        raycl.train(output=str(output), resume=True, quiet=True)  # with its own settings and data
         signaled.result()
     assert read_result(Place(str(output)))["status"] == "finished"
     whole = tmp_path / "whole"
