@@ -1,6 +1,7 @@
 """Small sets are embedded and evaluated in this process; only others start Ray."""
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -179,6 +180,25 @@ def test_splits_are_not_evaluated_embedded_or_packed_as_classes(run: str, tmp_pa
 
 
 @pytest.mark.usefixtures("connected")
+@pytest.mark.parametrize("are_numbers", [False, True])
+def test_embedded_rows_have_the_names_of_their_classes(run: str, tmp_path: Path, are_numbers: bool) -> None:
+    files, _ = digit_files(4)
+    names = ["zebra", None, "ant", "zebra"]
+    columns: dict[str, Any] = {"image": files, "label": names}
+    if are_numbers:  # as Hugging Face's datasets write them: the names are beside the numbers
+        columns["label"] = [1, -1, 0, 1]
+    table = pa.table(columns)
+    if are_numbers:
+        feature = {"names": ["ant", "zebra"], "_type": "ClassLabel"}
+        info = json.dumps({"info": {"features": {"label": feature}}})
+        table = table.replace_schema_metadata({"huggingface": info})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    embed_to_parquet(run, tmp_path / "rows.parquet", tmp_path / "out", quiet=True)
+    rows = pq.read_table(tmp_path / "out")
+    assert (rows["label"].to_pylist(), rows["class"].to_pylist()) == ([1, -1, 0, 1], names)
+
+
+@pytest.mark.usefixtures("connected")
 def test_an_embedded_image_of_a_folder_has_the_address_of_its_file(
     run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +212,7 @@ def test_an_embedded_image_of_a_folder_has_the_address_of_its_file(
     rows = pq.read_table(tmp_path / "rows")
     found = rows["path"].to_pylist()
     assert set(found) == {str(path) for path in (tmp_path / "digits").glob("*/*.png") if path.name != "3.png"}
+    assert rows["class"].to_pylist() == [Path(path).parent.name for path in found]
     encoder: Any = load_encoder(run)
     exact = encoder.encode([Path(path).read_bytes() for path in found])
     torch.testing.assert_close(torch.tensor(rows["representation"].to_pylist()), exact, rtol=0, atol=1e-5)

@@ -58,8 +58,8 @@ def embed_to_parquet(
 
     A row with a list of texts has the representation of the first one.
     Columns: ``sample_id``, ``label`` (-1 if missing), ``representation`` (float32 list), and ``query_id`` or
-    ``document_id`` if ``columns`` names them, as the numbers that a run compares; of a folder of images also ``path``,
-    the address of the file. ``side`` selects one of two towers.
+    ``document_id`` if ``columns`` names them, as the numbers that a run compares; ``class``, the name of the label, if
+    labels have names; of a folder of images also ``path``, the address of the file. ``side`` selects one of two towers.
     ``index="faiss"`` also writes ``_index.faiss`` to the folder: an exact FAISS index of the rows by cosine, whose
     ids are the sample ids. This process then holds all representations in memory once. A run that trained your own
     module needs it as ``network``. ``max_invalid_fraction`` is the run's by default. Returns the read statistics,
@@ -87,32 +87,45 @@ def embed_to_parquet(
             max_invalid_fraction=allowed_invalid_fraction(run, max_invalid_fraction),
             quiet=quiet,
         ) as decoder:
-            files = pa.array(source.image_files(), pa.large_string()) if source.kind == "folder" else None
+            names = _names_of(source)
             if ray.is_initialized():
                 filesystem, path = place.resolve()
                 embedded = embed_dataset(decode_source(source, decoder), saved, gpu=gpu, network=network)
-                if files is not None:
-                    listed = ray.put(files)
+                if names:
+                    stored = ray.put(names)
                     embedded = embedded.map_batches(
-                        lambda rows: _with_paths(rows, ray.get(listed)),
+                        lambda rows: _with_names(rows, ray.get(stored)),
                         batch_size=None,
                         batch_format="pyarrow",
                     )
                 embedded.write_parquet(path, filesystem=filesystem, min_bytes_per_file=FILE_BYTES)
             else:
                 table = pa.concat_tables(embedded_tables(source, decoder, saved, encoder, network=network))
-                table = table if files is None else _with_paths(table, files)
                 with (place / FILE).create() as stream:
-                    pq.write_table(table, stream)
+                    pq.write_table(_with_names(table, names), stream)
             stats = counted_rows(decoder)
         if index is not None:  # not before the invalid rows are counted
             write_index(place, encoder.spec.representation_dim)
     return stats
 
 
-def _with_paths(rows: pa.Table, files: pa.Array) -> pa.Table:
-    """Add the addresses of the files to embedded rows of a folder of images, whose ids are places in this list."""
-    return rows.append_column("path", files.take(rows["sample_id"].combine_chunks()))
+def _names_of(source: Source) -> dict[str, tuple[str, pa.Array]]:
+    """Return the columns to add to embedded rows: the column of their numbers, and the name of each number."""
+    names, kind = dict[str, tuple[str, pa.Array]](), pa.large_string()
+    if classes := source.classes or source.label_names:
+        names["class"] = "label", pa.array(classes, kind)
+    if source.kind == "folder":
+        names["path"] = "sample_id", pa.array(source.image_files(), kind)
+    return names
+
+
+def _with_names(rows: pa.Table, names: dict[str, tuple[str, pa.Array]]) -> pa.Table:
+    """Add the columns of ``_names_of`` to embedded rows; a number without a name has none."""
+    for column, (key, each) in names.items():
+        number = rows[key].to_numpy()
+        index = pa.array(number, mask=(number < 0) | (number >= len(each)))
+        rows = rows.append_column(column, each.take(index))
+    return rows
 
 
 def embed_values(

@@ -365,6 +365,7 @@ def test_a_folder_of_images_on_s3_is_embedded_to_s3(on_s3: Place) -> None:
     assert [path.split("/")[-2] for path in table["path"].to_pylist()] == list(
         map(str, table["label"].to_pylist())
     )
+    assert table["class"].to_pylist() == [str(label) for label in table["label"].to_pylist()]
     stored = np.frombuffer((embedded / "_index.faiss").read_bytes(), np.uint8)
     index = faiss.deserialize_index(stored)
     vectors = np.array(table["representation"].to_pylist(), np.float32)
