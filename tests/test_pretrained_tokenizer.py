@@ -82,9 +82,17 @@ def test_another_tokenizer_is_refused_unless_the_model_starts_untrained(
     assert known(config_of(tmp_path, **same), tmp_path) is not None
 
 
-def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has no tokenizer.json beside it"):
-        known(config_of(tmp_path), tmp_path)
+@pytest.mark.parametrize("side", ["encoder", "text_encoder"])
+def test_a_model_without_a_tokenizer_is_refused_with_the_setting_of_its_tower(
+    side: str, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path)
+    if side == "text_encoder":
+        config = override(recipe("clip"), {"text_encoder.name": config.encoder.name})
+    with pytest.raises(
+        ConfigError, match=f"has no tokenizer.json beside it.* or set {side}.kwargs.pretrained=false"
+    ):
+        known(config, tmp_path)
 
 
 def test_only_a_resumed_run_uses_the_tokenizer_in_its_output(

@@ -346,7 +346,7 @@ def _load_transformers_model(path: str, *, pretrained: bool) -> Any:
         library = importlib.import_module("transformers")
     except ImportError as error:
         raise ConfigError(
-            "encoder.name transformers:PATH needs the package transformers, which is not installed; "
+            "an encoder transformers:PATH needs the package transformers, which is not installed; "
             "pip install 'raycl[transformers]'"
         ) from error
     if not (Path(path) / "config.json").is_file():

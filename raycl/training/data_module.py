@@ -344,18 +344,19 @@ def known_tokenizer(config: RunConfig, output: Place, *, resumed: bool) -> Token
     if not config.has_pretrained_tokenizer:
         return asked
     name = config.encoder_of_texts.name
+    own_weights = f"{'text_encoder' if config.data.kind == 'image_text' else 'encoder'}.kwargs.pretrained"
     folder = name.removeprefix(HUGGING_FACE)
     place = Place(folder) / TOKENIZER
     if not place.exists():
         raise ConfigError(
             f"the model in {folder} has no {TOKENIZER} beside it, and its weights require its own "
-            "tokenizer; save its fast tokenizer there, or set encoder.kwargs.pretrained=false"
+            f"tokenizer; save its fast tokenizer there, or set {own_weights}=false"
         )
     own = Tokenizer(place.read_text())
     if asked is not None and asked.fingerprint != own.fingerprint:
         raise ConfigError(
             f"text.tokenizer {config.text.tokenizer} is not the one that {name} was trained with; remove "
-            "it, or set encoder.kwargs.pretrained=false"
+            f"it, or set {own_weights}=false"
         )
     return own
 
