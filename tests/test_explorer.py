@@ -51,6 +51,7 @@ from raycl.serve.requests import MAX_BYTES
 from raycl.serve.sample_viewer import SampleViewer, UnknownSampleError, thumbnail
 from raycl.serve.target import ServeTarget, columns_of, saved_explorer
 from raycl.storage import Place
+from raycl.tokenization import train_tokenizer
 from raycl.training.preflight import column_names, describe_data
 from raycl.training.stores import bank_spec
 from tests.images import digit_files, encode, write_digits
@@ -968,6 +969,23 @@ def test_a_click_log_is_not_shown_by_the_ids_of_its_pairs(
         found = saved_explorer(str(folder), embeddings=None, data=None)
         assert found.stats().shows_samples == is_shown
         assert (f"shows ids only: {data} is a click log" in capsys.readouterr().err) != is_shown
+
+
+def test_a_click_log_is_shown_by_the_ids_of_its_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, texts = write_run(tmp_path / "run", method="two_tower"), invented_texts(8, seed=1)
+    write_snapshots(folder, document=texts, query=texts, num_samples=8)
+    (folder / "tokenizer.json").write_text(train_tokenizer(texts, vocabulary_size=300).to_json())
+    data = str(tmp_path / "pairs.parquet")
+    pq.write_table(pa.table({"query": texts, "document": texts, "label": [1] * 8}), data)
+    (folder / "data.json").write_text(json.dumps({"data": data, "num_rows": 8}))
+
+    bank = read_saved_bank(str(folder))
+    bank.spec = replace(bank.spec, has_text_ids=True)  # as of a queue
+    monkeypatch.setattr("raycl.serve.target.read_saved_bank", lambda *_, **__: bank)
+    found = saved_explorer(str(folder), embeddings=None, data=None)
+    assert (found.stats().shows_samples, capsys.readouterr().err) == (True, "")
 
 
 def test_a_run_does_not_choose_the_endpoint_of_its_data(

@@ -133,7 +133,7 @@ def saved_explorer(
     if data is not None:
         samples = _viewer(data, columns_of(config), view)
     elif embeddings is None:
-        samples = _training_data(place, columns_of(config), view)
+        samples = _training_data(place, columns_of(config), view, has_text_ids=bank.spec.has_text_ids)
     queries = _SHOWN[config.data.kind][1]
     is_bank = bank.stats().kind != "embeddings"
     return Explorer(
@@ -158,7 +158,9 @@ def _viewer(data: str, columns: ColumnNames, view: View) -> SampleViewer:
         raise
 
 
-def _training_data(run: Place, columns: ColumnNames, view: View) -> SampleViewer | None:
+def _training_data(
+    run: Place, columns: ColumnNames, view: View, *, has_text_ids: bool
+) -> SampleViewer | None:
     """Show the training data of a run by its ids; None, with a line about the reason, if their rows have other ids."""
     with contextlib.suppress(RayclError, ValueError, KeyError, TypeError):  # the data may have moved
         described = json.loads((run / DATA).read_text())
@@ -166,15 +168,18 @@ def _training_data(run: Place, columns: ColumnNames, view: View) -> SampleViewer
         # Neither several data sets nor a Ray Dataset; a run of others must not choose an endpoint or a key.
         if isinstance(trained_on, str) and not {"?", "@"} & set(trained_on):
             viewer = view(trained_on, columns)
-            if not (reason := _why_other_ids(viewer.source, described)):
+            if not (reason := _why_other_ids(viewer.source, described, has_text_ids=has_text_ids)):
                 return viewer
             print(f"the page shows ids only: {reason}", file=sys.stderr)
     return None
 
 
-def _why_other_ids(source: Source, described: Mapping[str, Any]) -> str:
-    """Return why the rows of a source have other ids than the samples of the run; empty if they have the same."""
-    if source.columns.query is not None and source.columns.label is not None:
+def _why_other_ids(source: Source, described: Mapping[str, Any], *, has_text_ids: bool) -> str:
+    """Return why the rows of a source have other ids than the samples of the run; empty if they have the same.
+
+    ``has_text_ids`` says that ids are those of texts, which a click log has as well.
+    """
+    if not has_text_ids and source.columns.query is not None and source.columns.label is not None:
         return f"{source.uri} is a click log, and its pairs have ids that its rows do not have"
     if not _has_rows_of(source, described):
         return (
