@@ -73,34 +73,22 @@ def gather_detached(rows: Tensor) -> Tensor:
         return stacked
 
 
-def gather_uneven(rows: Tensor, *numbers: Tensor, sizes: Sequence[int] | None = None) -> tuple[Tensor, ...]:
+def gather_uneven(rows: Tensor, sizes: Sequence[int]) -> Tensor:
     """Stack the rows of all workers in the order of ranks; workers may have different numbers of rows, or none.
 
     Args:
         rows: [num_rows, ...]; the gradient is the one of :func:`gather`.
-        numbers: [num_rows, ...] each, such as the rows' ids; they get no gradient.
-        sizes: the number of rows of each worker, if known; otherwise the host waits for it.
+        sizes: The number of rows of each worker.
 
     Returns:
-        The rows and numbers of all workers.
+        [sum(sizes), ...].
     """
-    if num_workers() == 1:
-        return rows, *numbers
-    if sizes is None:
-        sizes = gather_detached(torch.tensor([len(rows)], device=rows.device)).tolist()
+    if num_workers() == 1 or not any(sizes):
+        return rows
     most = max(sizes)
-
-    def padded(each: Tensor) -> Tensor:
-        return torch.cat([each, each.new_zeros(most - len(each), *each.shape[1:])])
-
-    def without_padding(each: Tensor) -> Tensor:
-        return torch.cat([part[:size] for part, size in zip(each.split(most), sizes, strict=True)])
-
-    if most == 0:
-        return rows, *numbers
-    return without_padding(gather(padded(rows))), *(
-        without_padding(gather_detached(padded(each))) for each in numbers
-    )
+    padded = torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])])
+    parts = gather(padded).split(most)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
 
 def all_sum(value: Tensor) -> Tensor:

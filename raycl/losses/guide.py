@@ -70,7 +70,7 @@ class Guide:
         pairs = {name: gather_detached(getattr(self, name)) for name in ("query", "key", "limit")}
         negatives = self.negatives
         if negatives is not None:
-            (negatives,) = gather_uneven(negatives, sizes=num_negatives)
+            negatives = gather_uneven(negatives, num_negatives)
         return replace(self, **pairs, negatives=negatives)
 
     def swapped(self) -> Self:

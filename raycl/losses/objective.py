@@ -65,7 +65,7 @@ class StoreBatch:
             negative_id = ids.of(name)
         if explicit is not None and ids.negative is not None:
             explicit_name = ids.negative if ids.negative_name is None else ids.negative_name
-            (rows,) = gather_uneven(explicit, sizes=ids.num_negatives)
+            rows = gather_uneven(explicit, ids.num_negatives)
             if negatives is None or name is None or negative_id is None:
                 negatives, name, negative_id = rows, explicit_name, ids.negative
             else:

@@ -208,23 +208,21 @@ def test_an_error_of_one_worker_is_raised_while_the_other_waits() -> None:
 UNEVEN = (3, 0, 4)  # rows of each worker
 
 
-def _uneven(number: int, _: int) -> tuple[Tensor, Tensor, Tensor]:
+def _uneven(number: int, _: int) -> tuple[Tensor, Tensor]:
     rows = (torch.arange(2 * UNEVEN[number]).view(-1, 2) + 100.0 * number).requires_grad_()
-    stacked, ids = gather_uneven(rows, torch.arange(UNEVEN[number]) + 10 * number)
+    stacked = gather_uneven(rows, UNEVEN)
     # Every worker weights every row differently.
     (stacked * (number + 1) * torch.arange(1, len(stacked) + 1)[:, None]).sum().backward()
     assert rows.grad is not None
-    return stacked.detach(), ids, rows.grad
+    return stacked.detach(), rows.grad
 
 
 def test_uneven_rows_are_stacked_without_padding_and_get_summed_gradients() -> None:
     found = run_workers(_uneven, len(UNEVEN))
     rows = torch.cat([torch.arange(2 * size).view(-1, 2) + 100.0 * at for at, size in enumerate(UNEVEN)])
-    ids = torch.cat([torch.arange(size) + 10 * at for at, size in enumerate(UNEVEN)])
     asked = torch.arange(1, len(rows) + 1)[:, None].expand(-1, 2) * (1.0 + 2.0 + 3.0)
-    for (stacked, its_ids, gradient), expected in zip(found, asked.split(UNEVEN), strict=True):
+    for (stacked, gradient), expected in zip(found, asked.split(UNEVEN), strict=True):
         assert torch.equal(stacked, rows)
-        assert torch.equal(its_ids, ids)
         assert torch.equal(gradient, expected)
 
 
