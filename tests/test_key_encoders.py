@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -239,7 +240,7 @@ def test_rows_of_the_queue_have_the_steps_of_their_weights() -> None:
             learning_rate=0.01,
             momentum=0.9,
             precision="float32",
-            take_keys=run.client.take,
+            embed=partial(run.worker.learner.embed, take_keys=run.client.take),
         )
         run.publish(step + 1)
         stamps.append(max(0, step - 2))

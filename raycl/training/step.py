@@ -18,7 +18,7 @@ from raycl.optim import set_learning_rate
 from raycl.training.process import autocast
 from raycl.training.stores import Store
 from raycl.training.train_state import Embedded, TrainState
-from raycl.training.views import TakeKeys, Views
+from raycl.training.views import Views
 
 
 @final
@@ -67,14 +67,13 @@ def train_step(
     stop_requested: bool = False,
     check_requested: bool = False,
     is_watched: bool = False,
-    take_keys: TakeKeys | None = None,
     embed: Callable[..., Embedded] | None = None,
 ) -> StepOutput:
     """Make one step; ``step`` counts from 0, ``stop_requested`` is this worker's own.
 
     ``check_requested`` asks all workers to check whether a checkpoint is due; only the first worker may set it.
 
-    ``take_keys`` takes keys from a pool of actors, if there is one. ``embed`` replaces ``state.embed``.
+    ``embed`` replaces ``state.embed``.
 
     Raises ``NonFiniteLossError`` on every worker before any state changes.
     """
@@ -82,7 +81,7 @@ def train_step(
     with phase("store"):
         stored = store.fetch(views, step=step)
     with phase("forward"), autocast(precision, views.view_a.device):
-        embedded = (embed or state.embed)(views, step=step, take_keys=take_keys)
+        embedded = (embed or state.embed)(views, step=step)
     query, key = embedded.query, embedded.key
     with phase("loss"):
         stored = stored.for_batch(views.example_ids, embedded.negatives)

@@ -153,8 +153,7 @@ class StepRunner:
             stop_requested=stop_requested,
             check_requested=check_requested,
             is_watched=is_watched,
-            take_keys=None if self.keys is None else self.keys.take,
-            embed=self._embed,
+            embed=self._embed if self.keys is None else partial(self.state.embed, take_keys=self.keys.take),
         )
         self.position = position.next_step(batch_size=plan.stage.batch_size, data_set=views.data_set)
         if self.keys is not None and self.state.momentum_encoder is not None:

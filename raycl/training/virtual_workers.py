@@ -18,7 +18,7 @@ from raycl.config import RunConfig, Stage
 from raycl.errors import ConfigError
 from raycl.losses.objective import ViewPair
 from raycl.training.train_state import Embedded, TrainState
-from raycl.training.views import TakeKeys, Views
+from raycl.training.views import Views
 
 
 def dropout_seed(seed: int, step: int, worker: int) -> int:
@@ -77,16 +77,14 @@ class WorkerDropout:
                 layer.inplace = False  # the hook needs the input
                 layer.register_forward_hook(self._draw)
 
-    def embed(
-        self, state: TrainState, views: Views, *, step: int, take_keys: TakeKeys | None = None
-    ) -> Embedded:
+    def embed(self, state: TrainState, views: Views, *, step: int) -> Embedded:
         """Embed a whole batch."""
         self._batch, self._states = len(views), []
         for worker in range(self._num_workers):
             torch.manual_seed(dropout_seed(self._seed, step, worker))
             self._states.append(_generator(views.view_a).get_rng_state())
         try:
-            return state.embed(views, step=step, take_keys=take_keys)
+            return state.embed(views, step=step)
         finally:
             self._batch = 0
 
@@ -114,15 +112,7 @@ class WorkerDropout:
         return dropped
 
 
-def embed_as_workers(
-    state: TrainState,
-    views: Views,
-    *,
-    seed: int,
-    num_workers: int,
-    step: int,
-    take_keys: TakeKeys | None = None,
-) -> Embedded:
+def embed_as_workers(state: TrainState, views: Views, *, seed: int, num_workers: int, step: int) -> Embedded:
     """Embed a whole batch in ``num_workers`` equal shares of adjacent rows, each with its worker's dropout."""
     if views.negatives is not None:
         raise ConfigError(
@@ -133,7 +123,7 @@ def embed_as_workers(
     for worker in range(num_workers):
         torch.manual_seed(dropout_seed(seed, step, worker))
         share = _share(views, slice(worker * size, (worker + 1) * size))
-        parts.append(state.embed(share, step=step, take_keys=take_keys))
+        parts.append(state.embed(share, step=step))
     pairs = [
         ViewPair(
             _joined([pair.query for pair in of_workers]),
