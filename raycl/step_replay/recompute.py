@@ -201,14 +201,6 @@ class _WideStore(Store):
         """Store the rows."""
         self._store.update(step=step)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the store."""
-        return self._store.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of the store."""
-        self._store.load_state_dict(state)
-
 
 def _wide(value: Any) -> Any:
     """Return floating-point tensors in float64, other values unchanged."""

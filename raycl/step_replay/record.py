@@ -1,6 +1,6 @@
 """A run as its output records it, and the conditions under which one process can repeat its steps."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -98,10 +98,10 @@ def check_queue(run: RecordedRun) -> None:
         )
 
 
-def check_repeatable(run: RecordedRun, trusted: Collection[str] | None = None) -> None:
+def check_repeatable(run: RecordedRun) -> None:
     """Raise ``ConfigError`` if a step depends on more than checkpoints, rows, and hashes.
 
-    Also if the configuration names code outside the ``trusted`` packages, or the rows have no address.
+    Also if the configuration names code outside the packages in RAYCL_TRUSTED, or the rows have no address.
     """
     config, output = run.config, run.output
     reasons = {
@@ -121,9 +121,9 @@ def check_repeatable(run: RecordedRun, trusted: Collection[str] | None = None) -
         if applies:
             raise ConfigError(f"this run cannot be replayed: {reason}")
     place, is_text = output / CONFIG, config.data.kind in ("text", "pairs")
-    check_trusted(config.encoder.name, place.uri, trusted, is_text=is_text)
+    check_trusted(config.encoder.name, place.uri, is_text=is_text)
     if config.data.kind == "image_text":
-        check_trusted(config.text_encoder.name, place.uri, trusted, is_text=True)
+        check_trusted(config.text_encoder.name, place.uri, is_text=True)
     if (output / SPEC).exists() and read_object(output / SPEC).get("name") == OWN:
         raise ConfigError("the run trained a network of its user's own, which only that program can build")
     if not run.data:

@@ -37,9 +37,7 @@ class BeforeStep:
     learning_rates: dict[int, float]
 
 
-def train_until(
-    rows: RunRows, step: int, *, workers: int | None = None, device: torch.device | None = None
-) -> BeforeStep:
+def train_until(rows: RunRows, step: int, *, workers: int | None = None) -> BeforeStep:
     """Train from the nearest checkpoint up to the step before ``step``, which counts from 1.
 
     ``workers`` is the number of workers that made these steps, by default as the log has it.
@@ -57,7 +55,7 @@ def train_until(
     config = _with_workers(run, 1 if restored is None else restored.position.step + 1, step, workers)
     job = replace(rows.job if restored else rows.with_counted_tokens(), config=config)
     try:
-        runner = StepRunner(job, restored, device or torch.device("cpu"), alone=True)
+        runner = StepRunner(job, restored, torch.device("cpu"), alone=True)
     except (RuntimeError, KeyError) as error:  # of load_state_dict
         raise ConfigError(
             f"the weights of {run.output / CHECKPOINTS / (checkpoint or '')} do not fit the network of config.yaml: "

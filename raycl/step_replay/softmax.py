@@ -24,13 +24,6 @@ from raycl.losses.objective import Objective, StoreBatch
 from raycl.losses.tiled import spans
 
 _LOSSES = {"nt_xent", "info_nce", "clip"}
-_STORED = (
-    "key",
-    "negatives",
-    "negative_id",
-    "negative_name",
-    "negative_step",
-)  # copied, without partition functions
 _BLOCK_ROWS = 128  # queries whose logits are held at a time
 CandidateKind = Literal["batch", "explicit", "stored"]
 
@@ -53,15 +46,10 @@ class WatchedObjective:
 
     def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds) -> Tensor:
         """Return the loss."""
-        self.calls.append(
-            LossInputs(
-                query.detach().clone(),
-                _copy(key),
-                # The queue's memory changes after the step.
-                replace(StoreBatch(), **{name: _copy(getattr(stored, name)) for name in _STORED}),
-                ids,
-            )
-        )
+        # The queue's memory changes after the step.
+        copies = {name: _copy(rows) for name, rows in vars(stored).items() if isinstance(rows, Tensor)}
+        stored_copy = replace(stored, partition=None, guide=None, **copies)
+        self.calls.append(LossInputs(query.detach().clone(), _copy(key), stored_copy, ids))
         return self.objective(query, key, stored, ids)
 
     def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
