@@ -2,9 +2,8 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal, final, get_args
 
 import torch
@@ -99,23 +98,8 @@ def take_step(optimizer: Optimizer) -> None:
 class LARS(Optimizer):
     """SGD with steps scaled by the ratio of weight norm to gradient norm (You et al., 2017)."""
 
-    def __init__(
-        self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        *,
-        lr: float = 0.0,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        trust_coefficient: float = 1e-3,
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "trust_coefficient": trust_coefficient,
-            "adapt": True,
-        }
-        super().__init__(params, defaults)
+    def __init__(self, groups: list[dict[str, Any]], *, momentum: float, trust_coefficient: float) -> None:
+        super().__init__(groups, {"lr": 0.0, "momentum": momentum, "trust_coefficient": trust_coefficient})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -167,17 +151,13 @@ class Muon(Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        groups: list[dict[str, Any]],
         *,
-        lr: float = 0.0,
-        momentum: float = 0.95,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0,
-        tables: Collection[Tensor] = (),
+        momentum: float,
+        betas: tuple[float, float],
+        tables: Collection[Tensor],
     ) -> None:
-        super().__init__(
-            params, {"lr": lr, "momentum": momentum, "betas": betas, "weight_decay": weight_decay}
-        )
+        super().__init__(groups, {"lr": 0.0, "momentum": momentum, "betas": betas})
         self._tables = frozenset(tables)
 
     @torch.no_grad()
@@ -306,24 +286,6 @@ def cosine(start: float, end: float, *, num_steps: int) -> Schedule:
 def step_down(start: float, *, factor: float, steps: Sequence[int]) -> Schedule:
     """Start at ``start``, and multiply the value by ``factor`` at each of ``steps``."""
     return lambda step: start * factor ** sum(step >= each for each in steps)
-
-
-def join(schedules: Sequence[Schedule], *, boundaries: Sequence[int]) -> Schedule:
-    """Concatenate schedules; each counts its steps from its own boundary.
-
-    Raises ``ConfigError`` unless the boundaries ascend, with one between each two schedules.
-    """
-    if len(boundaries) != len(schedules) - 1 or any(a > b for a, b in pairwise(boundaries)):
-        raise ConfigError(
-            f"boundaries must ascend and number one less than the schedules, "
-            f"got {list(boundaries)} for {len(schedules)} schedules; pass one between each two schedules"
-        )
-
-    def value(step: int) -> float:
-        index = sum(step >= boundary for boundary in boundaries)
-        return schedules[index](step - (boundaries[index - 1] if index else 0))
-
-    return value
 
 
 def _progress(step: int, num_steps: int) -> float:

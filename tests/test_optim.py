@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from raycl.errors import ConfigError
 from raycl.optim import (
     build_optimizer,
     clip_gradient,
     constant,
     cosine,
-    join,
     linear,
     set_learning_rate,
     step_down,
@@ -210,14 +208,3 @@ def test_cosine_is_halfway_in_the_middle_and_then_stays_constant() -> None:
 def test_a_step_schedule_decays_at_each_of_its_steps() -> None:
     schedule = step_down(1.0, factor=0.1, steps=[3, 5])
     assert [schedule(step) for step in (0, 2, 3, 4, 5, 9)] == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
-
-
-def test_joined_schedules_count_steps_from_their_own_boundary() -> None:
-    schedule = join([linear(0.0, 1.0, num_steps=2), cosine(1.0, 0.0, num_steps=4)], boundaries=[2])
-    assert [schedule(step) for step in (0, 1, 2, 4, 6)] == pytest.approx([0.0, 0.5, 1.0, 0.5, 0.0])
-
-
-@pytest.mark.parametrize("boundaries", [[], [1, 2], [3, 1, 2]])
-def test_wrong_boundaries_are_refused(boundaries: list[int]) -> None:
-    with pytest.raises(ConfigError, match="boundaries"):
-        join([constant(1.0), constant(2.0)], boundaries=boundaries)

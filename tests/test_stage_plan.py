@@ -57,6 +57,13 @@ def test_a_linear_schedule_falls_to_zero(scope: str) -> None:
         assert rates(second) == pytest.approx([0.5 - step / 16 for step in range(8)])
 
 
+def test_the_schedule_of_a_stage_begins_after_its_warmup() -> None:
+    settings = {"learning_rate_scaling": "none", "learning_rate_schedule": "linear", "warmup_epochs": 1}
+    first, _ = plans_of(**{f"stages.0.{name}": value for name, value in settings.items()})
+    rise = [0.25, 0.5, 0.75]  # a tenth of the steps at most
+    assert rates(first) == pytest.approx(rise + [1 - step / 29 for step in range(29)])
+
+
 def test_one_schedule_over_the_run_warms_up_once_and_steps_down_twice() -> None:
     over_run = {"stages.0.learning_rate_scope": "run", "stages.0.learning_rate_schedule": "step"}
     first, second = plans_of(**over_run, **{"stages.0.learning_rate_scaling": "none"})

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from raycl.config import RunConfig, Stage
-from raycl.optim import Schedule, constant, cosine, join, linear, step_down
+from raycl.optim import Schedule, constant, cosine, linear, step_down
 
 
 @final
@@ -134,7 +134,8 @@ def _learning_rate_over_stage(stage: Stage, warmup: int, num_steps: int) -> Sche
         ),
     }[stage.learning_rate_schedule]
     # The first step must change the weights: start above zero.
-    return join([linear(peak / (warmup + 1), peak, num_steps=warmup), rest], boundaries=[warmup])
+    rise = linear(peak / (warmup + 1), peak, num_steps=warmup)
+    return lambda step: rise(step) if step < warmup else rest(step - warmup)
 
 
 def _learning_rate_over_run(stage: Stage, warmup: int, samples_before: int, total_samples: int) -> Schedule:
