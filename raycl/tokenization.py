@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, repeat
-from typing import Any, Literal, Self, final
+from typing import Any, Self, final
 
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from raycl.errors import ConfigError, DataError, InvalidValueError, one_line
 
@@ -31,7 +31,6 @@ _TRAINING_CHARACTERS = 100_000
 _PART = 1_000  # texts whose tokens are counted at a time
 _IN_BRACKETS = re.compile(r"\[\w+\]|<\w+>")
 _LONG_RUN = re.compile(r"\S{64}")  # training time grows faster than the square of the longest word
-_LONGEST_WORD = 32  # characters; WordPiece time grows with the cube of the word's length
 
 
 class InvalidTextError(InvalidValueError):
@@ -309,32 +308,26 @@ class Tokenizer:
 
 
 def train_tokenizer(
-    texts: Iterable[str],
-    *,
-    vocabulary_size: int = 16_384,
-    lowercase: bool = True,
-    kind: Literal["bpe", "wordpiece"] = "bpe",
-    cls: bool = False,
+    texts: Iterable[str], *, vocabulary_size: int = 16_384, lowercase: bool = True
 ) -> Tokenizer:
     """Train a tokenizer on valid texts (see :func:`read_text`).
 
-    ``bpe`` merges subwords in the order it learned them (Sennrich et al., 2016); ``wordpiece`` takes the
-    longest subword that fits. Both have the same vocabulary. Texts are normalized to NFKC. ``cls`` puts
-    [CLS] before each text. The same texts give the same tokenizer, byte for byte; the library's unigram
-    model is not deterministic and is not offered. Training reads the first 100,000 characters of each
-    text and cuts longer runs without spaces at 64. Raises ``ConfigError`` for invalid arguments, and
-    ``DataError`` without texts.
+    It merges subwords in the order it learned them (Sennrich et al., 2016). Texts are normalized to NFKC. The same
+    texts give the same tokenizer, byte for byte. Training reads the first 100,000 characters of each text and cuts
+    longer runs without spaces at 64. Raises ``ConfigError`` for too small a vocabulary, and ``DataError`` without
+    texts.
     """
     smallest = len(SPECIAL_TOKENS) + len(_BYTES)
-    if kind not in ("bpe", "wordpiece") or vocabulary_size < smallest:
+    if vocabulary_size < smallest:
         raise ConfigError(
-            f"cannot train a tokenizer of kind {kind!r} with vocabulary_size {vocabulary_size}; "
-            f"give bpe or wordpiece, and at least {smallest}"
+            f"cannot train a tokenizer with vocabulary_size {vocabulary_size}; give at least {smallest}"
         )
     tokenizer = tokenizers.Tokenizer(models.BPE())
     steps: list[Any] = [normalizers.NFKC(), *([normalizers.Lowercase()] if lowercase else [])]
     tokenizer.normalizer = normalizers.Sequence(steps)
-    tokenizer.pre_tokenizer = _words_as_bytes(kind)
+    # Cut at spaces and between letters and marks, then write each word as its bytes.
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), as_bytes])
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary_size,
         special_tokens=list(SPECIAL_TOKENS),
@@ -343,26 +336,7 @@ def train_tokenizer(
         show_progress=False,
     )
     tokenizer.train_from_iterator(_beginnings(texts), trainer)
-    if kind == "wordpiece":
-        tokenizer.model = models.WordPiece(
-            tokenizer.get_vocab(),
-            unk_token="[UNK]",
-            continuing_subword_prefix="",
-            max_input_chars_per_word=10 * _LONGEST_WORD,
-        )
-    if cls:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="[CLS] $A", pair="[CLS] $A [SEP] $B", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-        )
     return Tokenizer(tokenizer.to_str())
-
-
-def _words_as_bytes(kind: str) -> Any:
-    """Cut at spaces and between letters and marks, then write each word as its bytes."""
-    steps: list[Any] = [pre_tokenizers.Whitespace()]
-    if kind == "wordpiece":
-        steps.append(pre_tokenizers.Split(Regex(f".{{1,{_LONGEST_WORD}}}"), "isolated"))
-    return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)])
 
 
 def _beginnings(texts: Iterable[str]) -> Iterator[str]:

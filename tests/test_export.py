@@ -30,7 +30,7 @@ from raycl.tokenization import Tokenizer, train_tokenizer
 from tests.encoders import perturbed, write_images_run
 from tests.test_cli import run_raycl
 from tests.test_floors import FILES, modules_imported_by
-from tests.texts import invented_texts
+from tests.texts import invented_texts, with_cls
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -92,7 +92,7 @@ def foreign_tokenizer() -> Tokenizer:
 
 TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
     "own": own_tokenizer,
-    "own, cls, wordpiece": lambda: own_tokenizer(kind="wordpiece", cls=True),
+    "own, cls, wordpiece": lambda: with_cls(own_tokenizer(), is_wordpiece=True),
     "own, as written": lambda: own_tokenizer(lowercase=False),
     "foreign": foreign_tokenizer,
 }

@@ -30,7 +30,7 @@ from raycl.tokenization import (
     read_text,
     train_tokenizer,
 )
-from tests.texts import invented_texts
+from tests.texts import invented_texts, with_cls
 
 TEXTS = invented_texts()
 
@@ -41,9 +41,9 @@ BYTE_OF = {chr(byte): byte for byte in PRINTABLE} | {chr(256 + n): byte for n, b
 SPACES = re.compile(r"[\s\x1c-\x1f]")  # some of which only Python treats as spaces
 
 
-@pytest.fixture(scope="module", params=["bpe", "wordpiece"])
-def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
-    return train_tokenizer(iter(TEXTS), vocabulary_size=1_000, lowercase=False, kind=request.param)
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer(iter(TEXTS), vocabulary_size=1_000, lowercase=False)
 
 
 @cache
@@ -65,9 +65,8 @@ def test_the_same_texts_give_the_same_file_in_every_process() -> None:
     code = (
         "import hashlib\nfrom raycl.tokenization import train_tokenizer\n"
         "from tests.texts import invented_texts\n"
-        "for kind in ('bpe', 'wordpiece'):\n"
-        "    text = train_tokenizer(invented_texts(), vocabulary_size=1_000, kind=kind, cls=True).to_json()\n"
-        "    print(hashlib.sha256(text.encode()).hexdigest())\n"
+        "text = train_tokenizer(invented_texts(), vocabulary_size=1_000).to_json()\n"
+        "print(hashlib.sha256(text.encode()).hexdigest())\n"
     )
     came = [
         subprocess.run(
@@ -80,8 +79,7 @@ def test_the_same_texts_give_the_same_file_in_every_process() -> None:
         ).stdout
         for seed, parallel in (("1", "false"), ("2", "true"))
     ]
-    assert came[0] == came[1]
-    assert len(set(came[0].split())) == 2
+    assert came[0] == came[1] != ""
 
 
 def test_a_vocabulary_has_special_tokens_first_all_bytes_and_common_words(tokenizer: Tokenizer) -> None:
@@ -94,15 +92,6 @@ def test_a_vocabulary_has_special_tokens_first_all_bytes_and_common_words(tokeni
     assert len(tokenizer.encode([text], len(text))[0]) < len(text) / 3
 
 
-def test_both_kinds_share_one_vocabulary_and_split_words_differently() -> None:
-    bpe, wordpiece = (
-        train_tokenizer(TEXTS, vocabulary_size=1_000, kind=kind) for kind in ("bpe", "wordpiece")
-    )
-    assert names(bpe) == names(wordpiece)
-    rows = zip(bpe.encode(TEXTS, 64), wordpiece.encode(TEXTS, 64), strict=True)
-    assert any(not np.array_equal(a, b) for a, b in rows)
-
-
 @pytest.mark.parametrize("lowercase", [True, False])
 def test_lowercase_ignores_the_case_of_letters(lowercase: bool) -> None:
     tokenizer = train_tokenizer(TEXTS, vocabulary_size=300, lowercase=lowercase)
@@ -110,16 +99,9 @@ def test_lowercase_ignores_the_case_of_letters(lowercase: bool) -> None:
     assert np.array_equal(upper, lower) == lowercase
 
 
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        ({"kind": "unigram"}, "kind 'unigram'.*bpe or wordpiece"),
-        ({"vocabulary_size": 260}, "vocabulary_size 260.*at least 261"),
-    ],
-)
-def test_invalid_training_input_is_refused(arguments: dict[str, Any], match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
-        train_tokenizer(iter(TEXTS), **arguments)
+def test_invalid_training_input_is_refused() -> None:
+    with pytest.raises(ConfigError, match="vocabulary_size 260.*at least 261"):
+        train_tokenizer(iter(TEXTS), vocabulary_size=260)
     with pytest.raises(DataError, match="no texts"):
         train_tokenizer(iter([]))
 
@@ -218,12 +200,13 @@ def test_an_empty_text_becomes_one_unknown_token(tokenizer: Tokenizer) -> None:
     assert [row.tolist() for row in tokenizer.encode(["", " \n "], 8)] == [[1], [1]]
 
 
-def test_a_tokenizer_trained_with_cls_begins_each_text_with_it() -> None:
-    plain, with_cls = (train_tokenizer(TEXTS, vocabulary_size=500, cls=cls) for cls in (False, True))
-    for without, row in zip(plain.encode(TEXTS[:50], 15), with_cls.encode(TEXTS[:50], 16), strict=True):
+def test_a_tokenizer_with_cls_begins_each_text_with_it() -> None:
+    plain = train_tokenizer(TEXTS, vocabulary_size=500)
+    beginning = with_cls(plain)
+    for without, row in zip(plain.encode(TEXTS[:50], 15), beginning.encode(TEXTS[:50], 16), strict=True):
         assert row.tolist() == [2, *without.tolist()]
     with pytest.raises(ConfigError, match="no room for a text, came 1"):
-        with_cls.encode(["ba"], 1)
+        beginning.encode(["ba"], 1)
 
 
 # Words
@@ -258,8 +241,7 @@ def test_fingerprints_distinguish_tokenizers_but_not_the_layout_of_the_file() ->
     made = [
         train_tokenizer(TEXTS, vocabulary_size=400),
         train_tokenizer(TEXTS, vocabulary_size=401),
-        train_tokenizer(TEXTS, vocabulary_size=400, kind="wordpiece"),
-        train_tokenizer(TEXTS, vocabulary_size=400, cls=True),
+        with_cls(train_tokenizer(TEXTS, vocabulary_size=400)),
         train_tokenizer(TEXTS, vocabulary_size=400, lowercase=False),
         train_tokenizer(TEXTS[::2], vocabulary_size=400),
     ]
