@@ -223,11 +223,11 @@ def wait_for_gpu(timeout_s: float = NEW_NODE_S) -> None:
     check_gpu(float(_comes("GPU", timeout_s)))
 
 
-def wait_for_cpu(timeout_s: float = NEW_NODE_S) -> None:
+def wait_for_cpu() -> None:
     """Wait until the cluster has a CPU, as :func:`wait_for_gpu` does for a GPU."""
-    if not _comes("CPU", timeout_s):
+    if not _comes("CPU", NEW_NODE_S):
         raise ConfigError(
-            f"the cluster has no CPU, and none came in {timeout_s / 60:g} minutes; check its autoscaler, or join another "
+            f"the cluster has no CPU, and none came in {NEW_NODE_S / 60:g} minutes; check its autoscaler, or join another "
             "cluster"
         )
 

@@ -206,7 +206,7 @@ def evaluate_info_nce(
     pair_ids: tuple[Tensor, Tensor] | None,
     negative_id: Tensor | None,
     guide: Guide | None,
-    row_loss: RowLoss = cross_entropy,
+    row_loss: RowLoss,
     with_gradient: bool,
 ) -> tuple[Tensor, Gradients]:
     """Return the mean loss over rows [num_rows, dim] with positives ``columns[own]``, and its gradients."""

@@ -165,7 +165,7 @@ def evaluate_ring(
             if group.positive is not None:
                 matched, weight = group.match(group.rows), softmax.positive_weight[group.rows, None]
                 at_columns[matched] -= weight * rows[group.rows]
-    at_negatives = gradient_of(others) if needs_negatives else None
+    at_negatives = gradient_of(others, holds_positives=False) if needs_negatives else None
     return softmax, (at_rows, at_columns, at_negatives)
 
 
@@ -176,7 +176,7 @@ def _column_gradient(
     scale: Tensor,
     candidates: ColumnBlock,
     *,
-    holds_positives: bool = False,
+    holds_positives: bool,
 ) -> Tensor:
     """Return the unscaled gradient of columns from the rows that have them as candidates, without positives."""
     gradient = torch.zeros_like(candidates.columns)

@@ -10,11 +10,11 @@ from raycl.batchnorm import replace_batchnorm, split_batchnorm, synchronize
 from raycl.config import RunConfig
 from raycl.errors import ConfigError, StorageError
 from raycl.models.custom import has_unused_parameters
-from raycl.models.encoder_io import save_encoder
-from raycl.models.image import image_example, representation_dim
+from raycl.models.encoder_io import example_of, save_encoder
+from raycl.models.image import representation_dim
 from raycl.models.registry import KEY, OWN, TOKENIZER, VITS
 from raycl.models.specs import EncoderSpec, HeadSpec, ImageEncoderSpec, TextEncoderSpec
-from raycl.models.text import BagOfSubwords, text_example, text_representation_dim
+from raycl.models.text import BagOfSubwords, text_representation_dim
 from raycl.models.towers import Tower, Towers, TwoTowers, build_projection_head
 from raycl.models.whitening import Whitening
 from raycl.storage import Place
@@ -166,15 +166,9 @@ def leaves_parameters_unused(config: RunConfig, towers: Towers, vocabulary: Voca
     """Whether an encoder has a trainable parameter without a part in its output, such as a classifier's."""
     specs = encoder_specs(config, None if vocabulary is None else vocabulary.tokenizer)
     return any(
-        has_unused_parameters(tower.encoder, _example(spec))
+        has_unused_parameters(tower.encoder, example_of(spec))
         for tower, spec in zip(towers.towers, specs, strict=True)
     )
-
-
-def _example(spec: EncoderSpec) -> Tensor:
-    if isinstance(spec, ImageEncoderSpec):
-        return image_example(image_size=spec.image_size, channels=spec.channels)
-    return text_example()
 
 
 def build_prediction_head(config: RunConfig) -> Tower | None:

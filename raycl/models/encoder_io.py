@@ -296,6 +296,13 @@ def load_state(content: bytes, where: str) -> dict[str, Any]:
     return state
 
 
+def example_of(spec: EncoderSpec) -> Tensor:
+    """Return the smallest input of an encoder: one image as large as in training, or one token."""
+    if isinstance(spec, ImageEncoderSpec):
+        return image_example(image_size=spec.image_size, channels=spec.channels)
+    return text_example()
+
+
 def _listed(values: Any, name: str, single: tuple[type, ...]) -> Any:
     """Return sequences, arrays and tensors as they are, the values of a generator as a list."""
     if isinstance(values, (*single, Mapping)) or not isinstance(values, Iterable):
@@ -351,11 +358,7 @@ def _to_bytes(weights: Mapping[str, Tensor]) -> bytes:
 def _complete_lazy_layers(network: nn.Module, spec: EncoderSpec) -> None:
     """Run a network once if its lazy layers take their sizes, and types, from their input."""
     if any(isinstance(each, LazyModuleMixin) for each in network.modules()):
-        is_image = isinstance(spec, ImageEncoderSpec)
-        example = (
-            image_example(image_size=spec.image_size, channels=spec.channels) if is_image else text_example()
-        )
-        output_dim(network, example, inputs="the samples of its run")
+        output_dim(network, example_of(spec), inputs="the samples of its run")
 
 
 def _load_weights(network: nn.Module, weights: dict[str, Tensor], uri: str) -> None:

@@ -270,7 +270,7 @@ def saved_steps(output: Place) -> set[int]:
     """Return the steps that have a checkpoint, complete or not."""
     folder = output / CHECKPOINTS
     names = {path.split("/")[0] for path, _ in folder.files()} if folder.exists() else set()
-    return {int(found[1]) for found in map(_NAME.fullmatch, names) if found}
+    return {found[0] for found in map(numbers_of, names) if found}
 
 
 def numbers_of(name: str) -> tuple[int, int, int] | None:
