@@ -908,7 +908,25 @@ def test_tables_in_folders_of_splits_are_refused_unless_a_pattern_names_them(tmp
     for name in ("train", "{train,Test}/rows.csv"):
         check_no_splits(find_source(f"{tmp_path}/{name}", TEXTS))
     write_rows(tmp_path / "more" / "rows.csv", [{"text": "more"}])
-    check_no_splits(find_source(str(tmp_path), TEXTS))
+    with pytest.raises(DataError, match="in 2 splits, beside more; give --data .*/Test or --data .*/train$"):
+        check_no_splits(find_source(str(tmp_path), TEXTS))
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["test-00000-of-00001.csv", "train-00000-of-00001.csv", "extra.csv"],
+        ["test.csv.gz", "train.csv", "extra.csv"],
+        ["cats-test.csv", "cats-train.csv", "extra.csv"],
+    ],
+)
+def test_files_of_splits_beside_another_one_are_refused(files: list[str], tmp_path: Path) -> None:
+    for name in files:
+        write_rows(tmp_path / name, [{"text": name}])
+    given = " or ".join(f"--data {tmp_path}/{name}" for name in files[:2])
+    with pytest.raises(DataError, match=f"in 2 splits, beside extra.csv; give {re.escape(given)}$"):
+        check_no_splits(find_source(str(tmp_path), TEXTS))
+    check_no_splits(find_source(f"{tmp_path}/{{{','.join(files)}}}", TEXTS))
 
 
 @pytest.mark.parametrize(
@@ -967,6 +985,7 @@ def test_splits_of_more_files_than_a_pattern_may_have_are_refused_as_splits(
         ["train/test.csv", "train/a.csv"],
         ["part-test-train.csv", "part-test-dev.csv"],
         ["trained.csv", "tests.csv"],
+        ["blood_test.csv", "freight_train.csv", "bus.csv"],
     ],
 )
 def test_files_of_no_or_one_split_are_one_data_set(files: list[str], tmp_path: Path) -> None:
