@@ -422,6 +422,13 @@ def test_text_labels_become_sorted_classes(tmp_path: Path) -> None:
     assert np.concatenate([rows.label for rows in read(source)]).tolist() == [1, 0, 1]
 
 
+@pytest.mark.parametrize("kind", [pa.string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string())])
+def test_an_empty_text_is_a_missing_label(kind: pa.DataType) -> None:
+    column = pa.chunked_array([pa.array(["y", "", None, "x"]).cast(kind)])
+    classes = class_names([column])
+    assert (classes, label_numbers(column, classes).tolist()) == (("x", "y"), [1, NO_LABEL, NO_LABEL, 0])
+
+
 def test_integers_are_labels_also_if_the_first_file_has_none(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", 2, label=pa.nulls(2))
     write_parquet(tmp_path / "b.parquet", 2, label=[10, 2])

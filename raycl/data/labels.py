@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from raycl.data.ids import EXACT
+from raycl.data.ids import EXACT, is_missing
 from raycl.errors import DataError
 
 NO_LABEL = -1
@@ -58,6 +58,8 @@ def check_label_names(names: Iterable[tuple[str, ...] | None], *, where: str) ->
 def class_names(columns: Iterable[pa.ChunkedArray | pa.Array]) -> tuple[str, ...]:
     """Return the sorted class names of all columns; a label's number is its index among them.
 
+    A null, a NaN and an empty text are missing labels.
+
     Raises ``DataError`` for a name that is not UTF-8.
     """
     try:
@@ -65,7 +67,7 @@ def class_names(columns: Iterable[pa.ChunkedArray | pa.Array]) -> tuple[str, ...
             str(name)
             for column in columns
             for name in distinct_labels(column).to_pylist()
-            if name is not None
+            if not is_missing(name)
         }
     except UnicodeDecodeError as error:
         raise DataError(

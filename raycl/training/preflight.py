@@ -446,10 +446,10 @@ def check_same_data(output: Place, now: dict[str, Any]) -> None:
             f"the files in {now['data']} differ from the files that the run began with, so their rows would have "
             "other ids; restore the files, or give another --output"
         )
-    if before.get("classes") and now.get("classes") is None:  # older versions read 1.0 in CSV as a name
+    if lost := set(before.get("classes") or ()) - set(now.get("classes") or ()):
         raise ConfigError(
-            f"the run began with names of classes, and {now['data'] or 'the dataset'} has none now (an earlier version read "
-            "1.0 in CSV as a name); give the same data, or another --output"
+            f"the run began with a class {min(lost)!r}, and {now['data'] or 'the dataset'} has none of that name now (an "
+            "earlier version read an empty label, and 1.0 in CSV, as a name); give the same data, or another --output"
         )
     if before["streamed"] != now["streamed"]:
         raise ConfigError(
