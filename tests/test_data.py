@@ -429,6 +429,23 @@ def test_an_empty_text_is_a_missing_label(kind: pa.DataType) -> None:
     assert (classes, label_numbers(column, classes).tolist()) == (("x", "y"), [1, NO_LABEL, NO_LABEL, 0])
 
 
+@pytest.mark.parametrize("kind", [pa.decimal128(38, 0), pa.decimal128(6, 2), pa.decimal256(60, 0)])
+def test_decimals_of_integers_are_labels(kind: pa.DataType, tmp_path: Path) -> None:
+    label = pa.array([Decimal(3), None, Decimal(-1)], kind)
+    source = find_source(write_parquet(tmp_path / "a.parquet", 3, label=label))
+    (found,) = read(source)
+    assert (source.classes, source.has_labels, found.label.tolist()) == (None, True, [3, NO_LABEL, NO_LABEL])
+
+
+@pytest.mark.parametrize("value", ["0.5", str(2**53), "1e20"])
+def test_decimals_that_are_no_integers_are_not_read_as_labels(value: str, tmp_path: Path) -> None:
+    label = pa.array([Decimal(value), Decimal(1)], pa.decimal128(38, 2))
+    uri = write_parquet(tmp_path / "a.parquet", 2, label=label)
+    assert find_source(uri).ignored_label == "decimal128(38, 2)"
+    with pytest.raises(DataError, match="labels must be integers or text, column 'label' of .* holds [0-9]"):
+        find_source(uri, ColumnNames(label="label"))
+
+
 def test_integers_are_labels_also_if_the_first_file_has_none(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", 2, label=pa.nulls(2))
     write_parquet(tmp_path / "b.parquet", 2, label=[10, 2])

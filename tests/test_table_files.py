@@ -9,6 +9,7 @@ import shlex
 import shutil
 import sys
 from dataclasses import replace
+from decimal import Decimal
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -498,6 +499,25 @@ def test_ids_of_pairs_may_be_floats_in_one_csv_file(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("query,document,document_id\nq,d,5\n")
     (tmp_path / "b.csv").write_text("query,document,document_id\nr,e,5.0\ns,f,\n")
     assert decoded(find_source(str(tmp_path), PAIRS))["document_id.id"].to_pylist() == [[5], [5]]
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow", *TABLES])
+@pytest.mark.parametrize("digits", ["", ".00"])
+def test_decimals_of_warehouses_are_ids_labels_and_weights(digits: str, ending: str, tmp_path: Path) -> None:
+    numbers = {"label": 1, "query_id": 7, "document_id": 2**60}
+    decimals = {name: Decimal(f"{number}{digits}") for name, number in numbers.items()}
+    negative = dict.fromkeys(decimals, Decimal(f"0{digits}"))
+    rows = [{"query": "q", "document": "d"} | each for each in (decimals, negative)]
+    path = str(write_rows(tmp_path / f"clicks.{ending}", rows))
+    source, found = find_source(path, PAIRS), read_pairs(path, PAIRS)
+    (given,) = (rows for fragment in source.fragments for rows in source.read(fragment))
+    assert [is_clicked(label) for label in labels_as_given(given, source)] == [True, False]
+    assert is_clicked(decimals["label"])  # of a Ray Dataset
+    assert (found.label.tolist(), found.by_role["query_id"]) == ([1, 0], [7, 0])
+    assert found.by_role["document_id"] == [2**60, 0]
+    weighted = [{"query": "q", "document": "d", "w": Decimal("0.5")}]
+    source = find_source(str(write_rows(tmp_path / f"pairs.{ending}", weighted)), WEIGHTED)
+    assert decoded(source)["weight.value"].to_pylist() == [0.5]
 
 
 def test_texts_that_are_not_utf8_are_invalid_rows(tmp_path: Path) -> None:

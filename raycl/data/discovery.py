@@ -23,6 +23,7 @@ from raycl.data.labels import (
     class_names,
     distinct_labels,
     inexact_label,
+    may_be_fractions,
     names_of_integers,
 )
 from raycl.data.lance_tables import is_lance, lance_fragments
@@ -421,13 +422,13 @@ def _classes(
     *,
     is_asked: bool,
 ) -> tuple[tuple[str, ...] | None, str]:
-    """Return the class names of labels, None for integers, and the type of floats to ignore, empty for labels.
+    """Return the class names of labels, None for integers, and the type of numbers to ignore, empty for labels.
 
-    Floats that are integers are labels; raises ``DataError`` for others if the column is asked for.
+    Floats and decimals that are integers are labels; raises ``DataError`` for others if the column is asked for.
     """
     label = str(columns.label)
     kinds = [each.field(label).type for each in ([types] if types else [each.schema for each in tables])]
-    floats = [str(kind) for kind in kinds if pa.types.is_floating(kind)]
+    floats = [str(kind) for kind in kinds if may_be_fractions(kind)]
     # A file without any label does not determine whether labels are integers.
     first = next((kind for kind in kinds if not pa.types.is_null(kind)), pa.null())
     if not floats:
