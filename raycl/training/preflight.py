@@ -314,6 +314,20 @@ def check_classes(config: RunConfig, label: NDArray[np.int64]) -> Counter[str]:
     )
 
 
+def describe_unlabeled(config: RunConfig, label: NDArray[np.int64]) -> list[str]:
+    """Return a line about the training rows without a label that a loss of classes uses, if there are any.
+
+    ``data.samples_per_class`` never draws such rows. ``label`` are the labels of all training rows.
+    """
+    unlabeled = np.count_nonzero(label < 0)
+    if unlabeled == 0 or config.data.samples_per_class is not None:
+        return []
+    return [
+        f"{unlabeled:,} of {len(label):,} training samples have no label: their only positives in {config.needs_labels} "
+        "are their own views"
+    ]
+
+
 def column_names(config: RunConfig) -> ColumnNames:
     """Return the columns to read; columns of other kinds of samples, and unused negatives, are ignored."""
     named = config.data.columns.model_dump()
