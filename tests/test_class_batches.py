@@ -2,7 +2,9 @@
 
 import itertools
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pyarrow as pa
@@ -305,6 +307,36 @@ def test_samples_that_are_never_drawn_are_counted_by_cause() -> None:
     assert counted == {"in a class of fewer than 3 samples": 3, "without a label": 4}
     assert counted.total() == len(LABEL) - len(DRAWN)
     assert check_classes(recipe("supcon", image_size=32), LABEL) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "lines"),
+    [
+        ({}, ["4 of 70 training samples have no label: their only positives in loss supcon are their own views"]),
+        (
+            {"stages.0.batch_size": BATCH_SIZE, "data.samples_per_class": GROUP},
+            ["3 samples in a class of fewer than 3 samples are never drawn", "4 samples without a label are never drawn"],
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_labeled", [False, True])
+def test_a_run_reports_training_samples_without_a_label(
+    changes: dict[str, Any], lines: list[str], is_labeled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    label = np.append(LABEL, -1)  # the last one is held out
+    table = pa.table({"sample_id": np.arange(len(label)), "label": np.where(is_labeled, 0, label)})
+    decoded: Any = [SimpleNamespace(columns=lambda _: [table])]
+    data: Any = SimpleNamespace(
+        _config=override(recipe("supcon", image_size=32), changes if not is_labeled else {}),
+        streamed=False,
+        data_sets=[SimpleNamespace(prefix="")],
+        holdout=SimpleNamespace(is_train=lambda ids: ids < len(LABEL)),
+        _coordinator=MagicMock(),
+    )
+    monkeypatch.setattr("raycl.training.data_module.ray.get", MagicMock())
+    DataModule.check_classes(data, decoded)
+    found = [call.args[0] for call in data._coordinator.add_notice.remote.call_args_list]
+    assert found == ([] if is_labeled else lines)
 
 
 def test_samples_without_labels_are_refused() -> None:

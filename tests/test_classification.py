@@ -53,8 +53,52 @@ def test_classes_missing_from_the_training_set_are_refused(tmp_path: Path) -> No
 
 def test_class_names_in_one_set_and_numbers_in_the_other_are_refused(tmp_path: Path) -> None:
     numbers = find_source(str(write_digits(tmp_path / "digits.parquet", 10)))
-    with pytest.raises(DataError, match="names its classes, the other numbers them"):
+    message = (
+        "labels of the train set .*/a are text, such as 'a', and those of the test set are integers; give"
+    )
+    with pytest.raises(DataError, match=message):
         _check_labels({"train": folder_of(tmp_path / "a", "ab"), "test": numbers})
+    with pytest.raises(
+        DataError, match="labels of the test set .*b.parquet are text, such as 'n/a', and those"
+    ):
+        _check_labels({"train": numbers, "test": labeled(tmp_path / "b.parquet", ["0", "1", "n/a"])})
+
+
+def labeled(path: Path, label: list[Any] | pa.Array) -> Source:
+    pq.write_table(pa.table({"image": digit_files(len(label))[0], "label": label}), path)
+    return find_source(str(path))
+
+
+@pytest.mark.parametrize("label", [["a", "b", "a"], [0, 1, 0]])
+@pytest.mark.parametrize("empty", [pa.nulls(3), pa.array([-1, None, -1]), pa.array(["", None, ""])])
+def test_a_set_whose_column_holds_no_label_is_named(
+    label: list[Any], empty: pa.Array, tmp_path: Path
+) -> None:
+    train, test = labeled(tmp_path / "train.parquet", label), labeled(tmp_path / "test.parquet", empty)
+    _check_labels({"train": train, "test": train})
+    for name, sources in (("test", (train, test)), ("train", (test, train))):
+        message = (
+            f"^no row of the {name} set .*/test.parquet has a label in column 'label'; fill the column, or"
+        )
+        with pytest.raises(DataError, match=message):
+            _check_labels(dict(zip(("train", "test"), sources, strict=True)))
+
+
+def test_class_folders_that_are_no_labels_say_why(tmp_path: Path) -> None:
+    train, test = folder_of(tmp_path / "a", "ab"), folder_of(tmp_path / "b", "b")
+    with pytest.raises(
+        DataError, match="the test set .*/b has no labels: 'b' is its only class folder; give"
+    ):
+        _check_labels({"train": train, "test": test})
+    (tmp_path / "a" / "preview.png").write_bytes(digit_files(1)[0][0])
+    with pytest.raises(
+        DataError, match="the train set .*/a has no labels: preview.png lies beside its class fo"
+    ):
+        _check_labels({"train": find_source(str(tmp_path / "a")), "test": test})
+    with pytest.raises(
+        DataError, match="has no labels; put images in a folder per class, or name the column"
+    ):
+        _check_labels({"train": find_source(str(tmp_path / "b" / "b")), "test": test})
 
 
 def named(path: Path, *names: str) -> Source:
@@ -225,7 +269,7 @@ def test_rows_without_a_label_are_counted_and_one_class_is_refused(
         measure, run=asked["run"], train=str(tmp_path / "some.parquet"), test=asked["test"], baseline=False
     )
     assert result["num_train"] == 40
-    line = "raycl: 40 of 80 rows of the train set have no label (null or negative) and are skipped\n"
+    line = "raycl: 40 of 80 rows of the train set have no label (empty, null or negative) and are skipped\n"
     assert capsys.readouterr().err.count(line) == 1
     with pytest.raises(
         DataError,

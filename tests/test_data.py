@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -270,7 +271,6 @@ def test_splits_are_not_taken_for_classes(tmp_path: Path) -> None:
     ):
         check_no_splits(source)
     check_no_splits(find_source(str(tmp_path / "train")))
-    check_no_splits(write_images(tmp_path / "more", [*names, "bus/d.png"]))
     below = write_images(tmp_path / "below", [f"data/{name}" for name in names])
     assert below.classes is None
     with pytest.raises(DataError, match="give --data .*below/data/Test or --data .*below/data/train"):
@@ -288,14 +288,20 @@ def test_splits_are_not_taken_for_classes(tmp_path: Path) -> None:
         (["train_imgs", "val_imgs"], 2),
         (["training_set", "test_set"], 2),
         (["split=train1", "split=test"], 2),
-        (["train_station", "test_station"], 0),
-        (["train2017", "val2017", "cat"], 0),
+        (["images_train", "images_test"], 2),
+        (["train-images", "test"], 2),
+        (["seg_train", "seg_test"], 2),
+        (["2017train", "2017val"], 2),
+        (["split=train", "test"], 2),
+        (["train_station", "test_tube"], 0),
+        (["freight_train", "blood_test", "train", "bus"], 0),
+        (["train", "bus", "car"], 0),
         (["test1", "test2"], 0),
         (["training", "trainings"], 0),
-        (["2017train", "2017val"], 0),
+        (["test_train", "train_test"], 0),
     ],
 )
-def test_folders_of_splits_may_have_a_number_or_the_word_images(
+def test_folders_of_splits_differ_only_in_their_word_and_in_common_words(
     folders: list[str], num_splits: int, tmp_path: Path
 ) -> None:
     source = write_images(tmp_path, [f"{folder}/a.png" for folder in folders])
@@ -306,6 +312,31 @@ def test_folders_of_splits_may_have_a_number_or_the_word_images(
     with pytest.raises(DataError, match=f"holds a data set in {num_splits} splits; give {given}$"):
         check_no_splits(source)
     check_no_splits(find_source(f"{tmp_path}/{folders[0]}"))
+
+
+@pytest.mark.parametrize(
+    ("below", "more", "beside"),
+    [
+        ("", ["extra/cat/1.png"], "extra"),
+        ("", ["logo.png"], "images outside of folders"),
+        ("", ["bus/1.png", "car/1.png", "dog/1.png", "van/1.png"], "bus, car, dog, ..."),
+        ("", ["train_thumbnails/1.png", "test.png"], "images outside of folders, train_thumbnails"),
+        ("data/", ["data/extra/1.png"], "extra"),
+        ("data/", ["logo.png"], ""),
+    ],
+)
+def test_splits_beside_other_images_are_refused(
+    below: str, more: list[str], beside: str, tmp_path: Path
+) -> None:
+    splits = [f"{below}{split}_images/cat/1.png" for split in ("train", "test")]
+    source = write_images(tmp_path, [*splits, *more])
+    folders = [f"--data {tmp_path}/{below}{split}_images" for split in ("test", "train")]
+    message = f"2 splits{beside and f', beside {beside}'}; give {' or '.join(folders)}"
+    if beside:
+        message += " (rename them if they are classes)"
+    with pytest.raises(DataError, match=f"{re.escape(message)}$"):
+        check_no_splits(source)
+    check_no_splits(find_source(f"{tmp_path}/{below}train_images"))
 
 
 def test_a_parquet_file_needs_no_ending(tmp_path: Path) -> None:
@@ -389,6 +420,30 @@ def test_text_labels_become_sorted_classes(tmp_path: Path) -> None:
     source = find_source(write_parquet(tmp_path / "a.parquet", 3, 2, label=["dog", "cat", "dog"]))
     assert source.classes == ("cat", "dog")
     assert np.concatenate([rows.label for rows in read(source)]).tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string())])
+def test_an_empty_text_is_a_missing_label(kind: pa.DataType) -> None:
+    column = pa.chunked_array([pa.array(["y", "", None, "x"]).cast(kind)])
+    classes = class_names([column])
+    assert (classes, label_numbers(column, classes).tolist()) == (("x", "y"), [1, NO_LABEL, NO_LABEL, 0])
+
+
+@pytest.mark.parametrize("kind", [pa.decimal128(38, 0), pa.decimal128(6, 2), pa.decimal256(60, 0)])
+def test_decimals_of_integers_are_labels(kind: pa.DataType, tmp_path: Path) -> None:
+    label = pa.array([Decimal(3), None, Decimal(-1)], kind)
+    source = find_source(write_parquet(tmp_path / "a.parquet", 3, label=label))
+    (found,) = read(source)
+    assert (source.classes, source.has_labels, found.label.tolist()) == (None, True, [3, NO_LABEL, NO_LABEL])
+
+
+@pytest.mark.parametrize("value", ["0.5", str(2**53), "1e20"])
+def test_decimals_that_are_no_integers_are_not_read_as_labels(value: str, tmp_path: Path) -> None:
+    label = pa.array([Decimal(value), Decimal(1)], pa.decimal128(38, 2))
+    uri = write_parquet(tmp_path / "a.parquet", 2, label=label)
+    assert find_source(uri).ignored_label == "decimal128(38, 2)"
+    with pytest.raises(DataError, match="labels must be integers or text, column 'label' of .* holds [0-9]"):
+        find_source(uri, ColumnNames(label="label"))
 
 
 def test_integers_are_labels_also_if_the_first_file_has_none(tmp_path: Path) -> None:

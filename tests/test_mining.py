@@ -1,5 +1,6 @@
 """Mining of hard negatives: valid rows, and documents that must not become negatives."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from itertools import chain
@@ -54,7 +55,16 @@ def test_labels_in_text_are_read_as_in_training(texts: list[str], tmp_path: Path
     assert read_values(str(path), PAIRS).label.tolist() == [1, 0, 1]
 
 
-@pytest.mark.parametrize("text", ["good", "1.5", "nan", "inf"])
+@pytest.mark.parametrize("label", [["0", "1", ""], ["0.0", "1", "NaN"], [0.0, 1.0, math.nan]])
+def test_rows_whose_label_is_empty_or_nan_are_skipped(label: list[Any], tmp_path: Path) -> None:
+    path = tmp_path / "pairs.parquet"
+    pairs = {"query": ["a", "b", "c"], "document": ["x", "y", "z"]}
+    pq.write_table(pa.table(pairs | {"label": pa.array(label)}), path)
+    found = read_values(str(path), PAIRS)
+    assert (found.label.tolist(), found.num_invalid) == ([0, 1], 1)
+
+
+@pytest.mark.parametrize("text", ["good", "1.5", "inf"])
 def test_labels_that_are_no_grades_are_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "pairs.csv"
     path.write_text(f"query,document,label\nq,d,1\nq,e,{text}\nq,e,no\n")

@@ -4,6 +4,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -545,6 +546,9 @@ def test_floats_of_integers_are_labels_of_a_dataset_without_names() -> None:
     table = pa.table({"text": ["a", "b", "c"], "label": [3.0, None, math.nan]})
     assert classes_of(DatasetOfOneBatch(table), columns) is None  # type: ignore[arg-type]
     assert RawRows.of_table(table, columns, None).label.tolist() == [3, -1, -1]
+    decimals = pa.table({"text": ["a", "b"], "label": pa.array([Decimal(3), None], pa.decimal128(38, 0))})
+    assert classes_of(DatasetOfOneBatch(decimals), columns) is None  # type: ignore[arg-type]
+    assert RawRows.of_table(decimals, columns, None).label.tolist() == [3, -1]
     for wrong in (0.5, math.inf, 2.0**53):
         data: Any = DatasetOfOneBatch(pa.table({"label": [1.0, wrong]}))
         with pytest.raises(DataError, match=f"column 'label' of the dataset holds {wrong}; name another"):

@@ -253,12 +253,17 @@ def test_rows_in_another_order_are_refused(tmp_path: Path, changes: dict[str, An
         check_same_data(Place(str(tmp_path)), described(**changes))
 
 
-def test_names_of_classes_that_are_integers_now_are_refused(tmp_path: Path) -> None:
+def test_classes_of_an_earlier_version_that_are_none_now_are_refused(tmp_path: Path) -> None:
     (tmp_path / "data.json").write_text(json.dumps(described(classes=["1.0", "2.0"])))
-    with pytest.raises(ConfigError, match="began with names of classes, and images has none now"):
+    with pytest.raises(ConfigError, match="began with a class '1.0', and images has none of that name now"):
         check_same_data(Place(str(tmp_path)), described(classes=None))
     for named in (["1.0", "2.0"], ["1.0", "2.0", "3.0"]):
         check_same_data(Place(str(tmp_path)), described(classes=named))
+    (tmp_path / "data.json").write_text(json.dumps(described(classes=["", "cat"])))
+    with pytest.raises(
+        ConfigError, match="class ''.*earlier version read an empty label.*; give the same data"
+    ):
+        check_same_data(Place(str(tmp_path)), described(classes=["cat"]))
 
 
 @pytest.mark.parametrize("changes", [{}, {"data": "a nearer bucket"}])

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import sys
 from dataclasses import replace
+from decimal import Decimal
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -500,6 +501,25 @@ def test_ids_of_pairs_may_be_floats_in_one_csv_file(tmp_path: Path) -> None:
     assert decoded(find_source(str(tmp_path), PAIRS))["document_id.id"].to_pylist() == [[5], [5]]
 
 
+@pytest.mark.parametrize("ending", ["parquet", "arrow", *TABLES])
+@pytest.mark.parametrize("digits", ["", ".00"])
+def test_decimals_of_warehouses_are_ids_labels_and_weights(digits: str, ending: str, tmp_path: Path) -> None:
+    numbers = {"label": 1, "query_id": 7, "document_id": 2**60}
+    decimals = {name: Decimal(f"{number}{digits}") for name, number in numbers.items()}
+    negative = dict.fromkeys(decimals, Decimal(f"0{digits}"))
+    rows = [{"query": "q", "document": "d"} | each for each in (decimals, negative)]
+    path = str(write_rows(tmp_path / f"clicks.{ending}", rows))
+    source, found = find_source(path, PAIRS), read_pairs(path, PAIRS)
+    (given,) = (rows for fragment in source.fragments for rows in source.read(fragment))
+    assert [is_clicked(label) for label in labels_as_given(given, source)] == [True, False]
+    assert is_clicked(decimals["label"])  # of a Ray Dataset
+    assert (found.label.tolist(), found.by_role["query_id"]) == ([1, 0], [7, 0])
+    assert found.by_role["document_id"] == [2**60, 0]
+    weighted = [{"query": "q", "document": "d", "w": Decimal("0.5")}]
+    source = find_source(str(write_rows(tmp_path / f"pairs.{ending}", weighted)), WEIGHTED)
+    assert decoded(source)["weight.value"].to_pylist() == [0.5]
+
+
 def test_texts_that_are_not_utf8_are_invalid_rows(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"text,n\nfine,1\ncaf\xe9,2\n")
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n{"text": "caf\xe9"}\n')
@@ -908,7 +928,25 @@ def test_tables_in_folders_of_splits_are_refused_unless_a_pattern_names_them(tmp
     for name in ("train", "{train,Test}/rows.csv"):
         check_no_splits(find_source(f"{tmp_path}/{name}", TEXTS))
     write_rows(tmp_path / "more" / "rows.csv", [{"text": "more"}])
-    check_no_splits(find_source(str(tmp_path), TEXTS))
+    with pytest.raises(DataError, match="in 2 splits, beside more; give --data .*/Test or --data .*/train$"):
+        check_no_splits(find_source(str(tmp_path), TEXTS))
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["test-00000-of-00001.csv", "train-00000-of-00001.csv", "extra.csv"],
+        ["test.csv.gz", "train.csv", "extra.csv"],
+        ["cats-test.csv", "cats-train.csv", "extra.csv"],
+    ],
+)
+def test_files_of_splits_beside_another_one_are_refused(files: list[str], tmp_path: Path) -> None:
+    for name in files:
+        write_rows(tmp_path / name, [{"text": name}])
+    given = " or ".join(f"--data {tmp_path}/{name}" for name in files[:2])
+    with pytest.raises(DataError, match=f"in 2 splits, beside extra.csv; give {re.escape(given)}$"):
+        check_no_splits(find_source(str(tmp_path), TEXTS))
+    check_no_splits(find_source(f"{tmp_path}/{{{','.join(files)}}}", TEXTS))
 
 
 @pytest.mark.parametrize(
@@ -967,6 +1005,7 @@ def test_splits_of_more_files_than_a_pattern_may_have_are_refused_as_splits(
         ["train/test.csv", "train/a.csv"],
         ["part-test-train.csv", "part-test-dev.csv"],
         ["trained.csv", "tests.csv"],
+        ["blood_test.csv", "freight_train.csv", "bus.csv"],
     ],
 )
 def test_files_of_no_or_one_split_are_one_data_set(files: list[str], tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import ray
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import map_fragments
 from raycl.data.ids import content_id, entity_id, is_missing, why_invalid
-from raycl.data.labels import NO_LABEL
+from raycl.data.labels import NO_LABEL, name_of
 from raycl.data.matches import divided
 from raycl.data.read_stats import ReadStats
 from raycl.data.sources import Fragment, RawRows, Source, values_of
@@ -143,7 +143,7 @@ def _valid_rows(
 
 def is_clicked(label: Any) -> bool:
     """Return whether a label is 1; raise ``InvalidValueError`` unless it is 0 or 1."""
-    text = str(label).lower()
+    text = name_of(label).lower()
     if text in ("1", "true", "1.0"):
         return True
     if text in ("0", "false", "0.0"):

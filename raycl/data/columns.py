@@ -8,7 +8,7 @@ from typing import ClassVar, final
 import pyarrow as pa
 
 from raycl.data.images import is_image_struct
-from raycl.data.labels import are_numbers
+from raycl.data.labels import are_numbers, may_be_fractions
 from raycl.errors import ConfigError, DataError
 
 
@@ -105,11 +105,11 @@ class ColumnNames:
         return self.query is not None or of_judgments
 
     def can_be_label(self, kind: pa.DataType) -> bool:
-        """Whether a column of this type may hold labels: integers, booleans, text, or floats of integers.
+        """Whether a column of this type may hold labels: integers, booleans, text, or floats or decimals of integers.
 
-        The values of floats are checked when the data are found.
+        The values of floats and decimals are checked when the data are found.
         """
-        return _is_label(kind) or pa.types.is_floating(kind)
+        return is_text(kind) or are_numbers(kind) or may_be_fractions(kind)
 
     def check_label_type(self, kind: pa.DataType, *, where: str) -> None:
         """Raise ``DataError`` unless the type is one of labels."""
@@ -210,13 +210,9 @@ def _are_ids(kind: pa.DataType) -> bool:
     return pa.types.is_null(kind) or (is_list(kind) and _is_id(kind.value_type))  # type: ignore[attr-defined]
 
 
-def _is_label(kind: pa.DataType) -> bool:
-    return is_text(kind) or are_numbers(kind)
-
-
 def is_number(kind: pa.DataType) -> bool:
-    """Whether a column holds integers or floating-point numbers."""
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    """Whether a column holds integers, floating-point numbers or decimals."""
+    return pa.types.is_integer(kind) or may_be_fractions(kind)
 
 
 # The accepted types of each role, and the message for other types.

@@ -16,7 +16,7 @@ from raycl.data.codecs import Formats, store_all
 from raycl.data.columns import ColumnNames
 from raycl.data.ids import content_id, content_ids
 from raycl.data.images import ImageFormat, is_flat
-from raycl.data.labels import are_numbers, class_names, distinct_labels, inexact_label
+from raycl.data.labels import are_numbers, class_names, distinct_labels, inexact_label, may_be_fractions
 from raycl.data.read_stats import ReadStats
 from raycl.data.sources import Fragment, RawRows, Source
 from raycl.data.split import Holdout, Keep
@@ -247,7 +247,7 @@ def classes_of(dataset: ray.data.Dataset, columns: ColumnNames) -> tuple[str, ..
     for part in parts:
         columns.check_label_type(part.type, where="the dataset")
     parts = [part for part in parts if not pa.types.is_null(part.type)]
-    if any(pa.types.is_floating(part.type) for part in parts):
+    if any(may_be_fractions(part.type) for part in parts):
         for other in filter(None, map(inexact_label, parts)):
             raise columns.label_error(other, where="the dataset")
         return None

@@ -23,6 +23,7 @@ from raycl.data.labels import (
     class_names,
     distinct_labels,
     inexact_label,
+    may_be_fractions,
     names_of_integers,
 )
 from raycl.data.lance_tables import is_lance, lance_fragments
@@ -40,8 +41,9 @@ _WITH_KEYS = ("jsonl", "tar")  # each row names its columns, and may lack some
 _ENOUGH_PARTS = 256  # of large row groups in all files, to read in parallel
 _PARQUET_MARK = b"PAR1"  # the first bytes of each file
 _SPLITS = {"train", "training", "dev", "val", "valid", "validation", "eval", "test", "testing", "unlabeled"}
-# The first word of train, split=train, train2017 and train_images.
-_WORD_OF_FOLDER = r"^(?:.*=)?([a-z]+)(?:\d+|_images|_imgs|_set)?$"
+_ENDINGS = [ending for each in FILES for ending in each.endings]
+# Words of names that tell no data sets apart, as in train_images, and in train-00000-of-00002.parquet.
+_COMMON = {"images", "imgs", "set", "of", *re.findall("[a-z]+", " ".join(_ENDINGS))}
 
 
 def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
@@ -103,7 +105,7 @@ def _real(uri: str) -> str:
 def check_no_splits(source: Source) -> None:
     """Raise ``DataError`` if a folder holds splits, such as train and test; a pattern may name files of several.
 
-    Folders name the splits, as ``train`` and ``split=train`` do, or words in the names of files, as in
+    Folders name the splits, as ``train``, ``split=train`` and ``train_images`` do, or words in the names of files, as in
     ``train-00000-of-00002.parquet``.
     """
     paths = dict.fromkeys(each.file for each in source.fragments)
@@ -111,31 +113,54 @@ def check_no_splits(source: Source) -> None:
         images = (path for each in source.fragments for path in each.paths)
         paths = dict.fromkeys("".join(path.rpartition("/")[:2]) for path in images)
     is_chosen = is_pattern(source.uri) or source.kind in VERSIONED  # a table's folders are its own
-    splits = {} if is_chosen else _splits(list(paths))
-    if len(splits) > 1:
+    splits, others = ({}, []) if is_chosen else _splits(list(paths))
+    if splits:
         addresses = ((Place(source.uri) / _of_all(files)).uri for _, files in sorted(splits.items()))
         given = " or ".join(f"--data {shlex.quote(each)}" for each in addresses)
-        raise DataError(f"{source.uri} holds a data set in {len(splits)} splits; give {given}")
+        shown = others if len(others) <= 3 else [*others[:3], "..."]
+        beside = f", beside {', '.join(shown)}" if others else ""
+        remedy = " (rename them if they are classes)" if others and source.kind == "folder" else ""
+        raise DataError(
+            f"{source.uri} holds a data set in {len(splits)} splits{beside}; give {given}{remedy}"
+        )
 
 
-def _splits(paths: Sequence[str]) -> dict[str, list[str]]:
-    """Return the folders or files of each split by name; nothing if a path is in no split, or all are in one.
+def _splits(paths: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """Return the folders or files of each split by name, and the names beside them; nothing without two splits.
 
-    Below the folder of all files, a split is in a folder of its name, such as ``train``, ``train2017`` or ``train_images``,
-    or has files with its name among their words.
+    They are in the folder of all ``paths``, or below it in the only folder there. The path of an image has no name after
+    its folder.
     """
-    above = posixpath.commonpath(map(posixpath.dirname, paths))
-    found, known = dict[str, list[str]](), set[str]()
-    for path in paths:
-        name, is_folder, _ = path[len(above) :].lstrip("/").partition("/")
-        words = _SPLITS.intersection(re.findall(_WORD_OF_FOLDER if is_folder else "[a-z]+", name.lower()))
-        if len(words) != 1:
-            return {}
-        known |= words
-        files = found.setdefault(name if is_folder else words.pop(), [])
-        if not is_folder or not files:
-            files.append(posixpath.join(above, name))
-    return found if len(known) > 1 else {}  # not the classes test1 and test2
+    above = ""
+    while True:
+        parts = [path.partition("/") for path in paths]
+        is_folder = {name: bool(slash) for name, slash, _ in parts}
+        folders = [name for name in is_folder if is_folder[name]]
+        if words := _words_of_splits(is_folder):
+            found = dict[str, list[str]]()
+            for name, word in words.items():
+                found.setdefault(name if is_folder[name] else word, []).append(posixpath.join(above, name))
+            return found, [name or "images outside of folders" for name in is_folder if name not in words]
+        if len(folders) != 1:
+            return {}, []
+        above = posixpath.join(above, folders[0])
+        paths = [rest for _, slash, rest in parts if slash]
+
+
+def _words_of_splits(is_folder: Mapping[str, bool]) -> dict[str, str]:
+    """Return the word of the split in each name of one, such as train; nothing if all have the same word.
+
+    Two such names differ only in that word, in numbers and in words such as images, unlike the classes freight_train and
+    blood_test. Files may differ in other words too if there is a split in each name.
+    """
+    words = {name: re.findall("[a-z]+", name.rpartition("=")[2].lower()) for name in is_folder}
+    found = {name: _SPLITS.intersection(each) for name, each in words.items()}
+    split = {name: each.pop() for name, each in found.items() if len(each) == 1}
+    may_differ = len(split) == len(words) and not all(is_folder.values())
+    ignored = {word for each in words.values() for word in each} if may_differ else _SPLITS | _COMMON
+    rest = {name: tuple(each for each in words[name] if each not in ignored) for name in split}
+    num_splits = Counter(kind for kind, _ in {(rest[name], split[name]) for name in split})
+    return {name: word for name, word in split.items() if num_splits[rest[name]] > 1}  # not test1 and test2
 
 
 def _of_all(files: Sequence[str]) -> str:
@@ -193,9 +218,8 @@ def _kind_of_table(place: Place) -> str:
         raise DataError(
             f'{place} is plain text; write each line as {{"text": "..."}} to a file that ends in .jsonl'
         )
-    endings = ", ".join(ending for each in FILES for ending in each.endings)
     raise DataError(
-        f"{place} is not parquet, and its name has no ending of another format; convert it to {endings}"
+        f"{place} is not parquet, and its name has no ending of another format; convert it to {', '.join(_ENDINGS)}"
     )
 
 
@@ -398,13 +422,13 @@ def _classes(
     *,
     is_asked: bool,
 ) -> tuple[tuple[str, ...] | None, str]:
-    """Return the class names of labels, None for integers, and the type of floats to ignore, empty for labels.
+    """Return the class names of labels, None for integers, and the type of numbers to ignore, empty for labels.
 
-    Floats that are integers are labels; raises ``DataError`` for others if the column is asked for.
+    Floats and decimals that are integers are labels; raises ``DataError`` for others if the column is asked for.
     """
     label = str(columns.label)
     kinds = [each.field(label).type for each in ([types] if types else [each.schema for each in tables])]
-    floats = [str(kind) for kind in kinds if pa.types.is_floating(kind)]
+    floats = [str(kind) for kind in kinds if may_be_fractions(kind)]
     # A file without any label does not determine whether labels are integers.
     first = next((kind for kind in kinds if not pa.types.is_null(kind)), pa.null())
     if not floats:

@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Iterable
+from decimal import Decimal
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from raycl.data.ids import EXACT
+from raycl.data.ids import EXACT, is_missing
 from raycl.errors import DataError
 
 NO_LABEL = -1
@@ -20,12 +22,17 @@ def are_numbers(kind: pa.DataType) -> bool:
     return pa.types.is_integer(values) or pa.types.is_boolean(values)
 
 
+def may_be_fractions(kind: pa.DataType) -> bool:
+    """Whether a column holds floats or decimals, whose integers are labels; warehouses write all integers as decimals."""
+    return pa.types.is_floating(kind) or pa.types.is_decimal(kind)
+
+
 def inexact_label(column: pa.ChunkedArray | pa.Array) -> str | None:
-    """Return a float that stands for no integer (a fraction, or 2^53 or more), or the type of text; None without them."""
-    if not pa.types.is_floating(column.type):
+    """Return a number that stands for no integer (a fraction, or 2^53 or more), or the type of text; None without them."""
+    if not may_be_fractions(column.type):
         is_integer = are_numbers(column.type) or pa.types.is_null(column.type)
         return None if is_integer else str(column.type)
-    values = column.cast(pa.float64()).drop_null().to_numpy(zero_copy_only=False)
+    values = column.cast(pa.float64(), safe=False).drop_null().to_numpy(zero_copy_only=False)
     inexact = values[~np.isnan(values) & ((values != np.trunc(values)) | (abs(values) >= EXACT))]
     return str(inexact[0]) if len(inexact) else None
 
@@ -58,20 +65,27 @@ def check_label_names(names: Iterable[tuple[str, ...] | None], *, where: str) ->
 def class_names(columns: Iterable[pa.ChunkedArray | pa.Array]) -> tuple[str, ...]:
     """Return the sorted class names of all columns; a label's number is its index among them.
 
+    A null, a NaN and an empty text are missing labels.
+
     Raises ``DataError`` for a name that is not UTF-8.
     """
     try:
         names = {
-            str(name)
+            name_of(name)
             for column in columns
             for name in distinct_labels(column).to_pylist()
-            if name is not None
+            if not is_missing(name)
         }
     except UnicodeDecodeError as error:
         raise DataError(
             f"a label is not UTF-8 ({error.object!r}); write the names of classes in UTF-8, or number them"
         ) from None
     return tuple(sorted(names))
+
+
+def name_of(label: Any) -> str:
+    """Return the name of a label; a decimal has that of the float, such as 1.0 for 1.00."""
+    return str(float(label) if isinstance(label, Decimal) else label)
 
 
 def distinct_labels(column: pa.ChunkedArray | pa.Array) -> pa.Array:
@@ -87,13 +101,15 @@ def label_numbers(
     """Return labels as numbers, ``NO_LABEL`` where one is missing; ``classes`` is None for integers.
 
     A negative integer is a missing label, such as -1 or -100 in many data sets, unless it ``may_be_negative``. Raises
-    ``DataError`` if ``classes`` is None and a label is not a 64-bit integer, or a float of one.
+    ``DataError`` if ``classes`` is None and a label is not a 64-bit integer, or a float or decimal of one.
     """
     if classes is None:
         try:
             if pa.types.is_floating(column.type):
                 numbers = pa.array(column.to_numpy(), from_pandas=True).cast(pa.int64())  # NaN is missing
-            elif are_numbers(column.type) or pa.types.is_null(column.type):
+            elif (
+                are_numbers(column.type) or pa.types.is_null(column.type) or pa.types.is_decimal(column.type)
+            ):
                 numbers = column.cast(pa.int64())
             else:
                 raise pa.ArrowInvalid
@@ -105,5 +121,5 @@ def label_numbers(
         found = numbers.fill_null(NO_LABEL).to_numpy()
         return found if may_be_negative else np.maximum(found, NO_LABEL)
     index: dict[str | None, int] = {name: place for place, name in enumerate(classes)}
-    names = (None if name is None else str(name) for name in column.to_pylist())
+    names = (None if name is None else name_of(name) for name in column.to_pylist())
     return np.array([index.get(name, NO_LABEL) for name in names], np.int64)

@@ -1,6 +1,7 @@
 """Evaluation by labels: kNN and linear probe on representations, with raw pixels as the baseline."""
 
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from raycl.data.columns import ColumnNames
 from raycl.data.discovery import check_no_splits, find_source
 from raycl.data.images import ImageFormat
 from raycl.data.in_memory import InMemoryDataset
-from raycl.data.labels import NO_LABEL
+from raycl.data.labels import NO_LABEL, label_numbers
 from raycl.data.sources import Source
 from raycl.data.split import Holdout
 from raycl.display import EvaluationResult
@@ -152,16 +153,14 @@ def evaluate(
 def _check_labels(sources: dict[str, Source]) -> None:
     for name, source in sources.items():
         if not source.has_labels:
-            held = f": column 'label' holds {source.ignored_label}" if source.ignored_label else ""
+            raise DataError(f"the {name} set {source.uri} has no labels{_cause_and_remedy(source)}")
+        if not _has_any_label(source):
             raise DataError(
-                f"the {name} set {source.uri} has no labels{held}; put images in a folder per class, "
-                "or name the column with --set data.columns.label=NAME"
+                f"no row of the {name} set {source.uri} has a label in column {source.columns.label!r}; fill the column, "
+                "or name another with --set data.columns.label=NAME"
             )
+    _check_same_kind(sources)
     train, test = (sources[name].classes for name in ("train", "test"))
-    if (train is None) != (test is None):
-        raise DataError(
-            "one set names its classes, the other numbers them; give both the same kind of labels"
-        )
     unknown = sorted(set(test or ()) - set(train or ()))
     if unknown:
         raise DataError(f"the test set has classes that the training set lacks: {', '.join(unknown[:5])}")
@@ -172,6 +171,41 @@ def _check_labels(sources: dict[str, Source]) -> None:
                 f"label {number} is {known} in the training set and {other} in the test set; give both the same numbers, "
                 "as align_labels_with_mapping of datasets does, or names in place of numbers"
             )
+
+
+def _check_same_kind(sources: dict[str, Source]) -> None:
+    """Refuse labels that are text in one set and integers in the other."""
+    texts = {name: source.classes for name, source in sources.items() if source.classes}
+    if len(texts) == 1:
+        [(text, classes)] = texts.items()
+        (number,) = sources.keys() - {text}
+        shown = next((each for each in classes if not re.fullmatch(r"-?\d+", each)), classes[0])
+        raise DataError(
+            f"labels of the {text} set {sources[text].uri} are text, such as {shown!r}, and those of the {number} set are "
+            "integers; give both the same kind of labels"
+        )
+
+
+def _cause_and_remedy(source: Source) -> str:
+    """Return why a source has no labels, if its column or its folders show it, and what to do."""
+    paths = [path.split("/") for each in source.fragments for path in each.paths]
+    beside = [names[0] for names in paths if len(names) == 1]
+    folders = {names[0] for names in paths if len(names) > 1}
+    if beside and folders:
+        return f": {beside[0]} lies beside its class folders; move all images into class folders"
+    if folders:
+        return f": {min(folders)!r} is its only class folder; give images of two classes or more"
+    held = f": column 'label' holds {source.ignored_label}" if source.ignored_label else ""
+    return f"{held}; put images in a folder per class, or name the column with --set data.columns.label=NAME"
+
+
+def _has_any_label(source: Source) -> bool:
+    """Return whether a row has a label; reads the column of integers as far as the first one."""
+    column = source.columns.label
+    if source.classes is not None or column is None:
+        return source.classes != ()
+    tables = (table for each in source.fragments for _, table in source.tables(each, [column]))
+    return any((label_numbers(table[column], None) != NO_LABEL).any() for table in tables)
 
 
 def _check_classes(train: Source, known: Tensor, label: Tensor, *, quiet: bool) -> None:
@@ -196,7 +230,7 @@ def _report_missing(name: str, label: Tensor, *, quiet: bool) -> None:
     missing = int((label == NO_LABEL).sum())
     if missing and not quiet:
         print(
-            f"raycl: {missing:,} of {len(label):,} rows of the {name} set have no label (null or negative) and are skipped",
+            f"raycl: {missing:,} of {len(label):,} rows of the {name} set have no label (empty, null or negative) and are skipped",
             file=sys.stderr,
         )
 

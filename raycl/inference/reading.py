@@ -1,6 +1,7 @@
 """Sets of data read into this process: decoded images, texts and pairs; small ones without Ray."""
 
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -21,6 +22,7 @@ from raycl.data.discovery import check_no_splits, find_source
 from raycl.data.ids import IdFormat
 from raycl.data.images import ImageFormat, InvalidImageError
 from raycl.data.in_memory import InMemoryDataset
+from raycl.data.labels import NO_LABEL
 from raycl.data.read_stats import ReadStats
 from raycl.data.sources import Source
 from raycl.data.split import Keep
@@ -252,10 +254,12 @@ def _integer_labels(label: NDArray[np.int64], classes: tuple[str, ...] | None) -
 
 
 def _grade(name: str) -> int:
-    """Return the integer of a text such as 2, 1.0 or True; raise ``ValueError`` or ``OverflowError``."""
+    """Return the integer of a text such as 2, 1.0 or True, ``NO_LABEL`` of NaN; raise ``ValueError`` or ``OverflowError``."""
     if name.lower() in ("true", "false"):
         return int(name.lower() == "true")
-    grade = int(float(name))
-    if grade != float(name):
+    grade = float(name)
+    if math.isnan(grade):
+        return NO_LABEL
+    if not grade.is_integer():
         raise ValueError
-    return grade
+    return int(grade)

@@ -25,7 +25,7 @@ from raycl.storage import Place
 from raycl.tokenization import Tokenizer, Vocabulary
 from raycl.training.data_set import DataSet, DecodedRows, learn_vocabulary, texts_per_row
 from raycl.training.guide import GuideTables, read_guide
-from raycl.training.preflight import check_classes, check_has_labels, id_columns
+from raycl.training.preflight import check_classes, check_has_labels, describe_unlabeled, id_columns
 from raycl.training.transforms import build_formats
 
 # Decoded rows that the driver of a Ray on this machine reads itself; short rows take time too.
@@ -153,7 +153,7 @@ class DataModule:
     def check_classes(self, decoded: Sequence[DecodedRows]) -> None:
         """Raise ``ConfigError`` if the classes of a data set's training rows form no batch.
 
-        Counts the rows that are never drawn. The rows of a stream are unknown.
+        Counts the rows that are never drawn, and reports those without a label. The rows of a stream are unknown.
         """
         if self._config.needs_labels is None or self.streamed:
             return
@@ -162,11 +162,13 @@ class DataModule:
             ids, label = (
                 np.concatenate([each[name].to_numpy() for each in tables]) for name in ("sample_id", "label")
             )
-            skipped = check_classes(self._config, label[self.holdout.is_train(ids)])
+            label = label[self.holdout.is_train(ids)]
+            skipped = check_classes(self._config, label)
             name = f"{data_set.prefix}rows of no batch"
             ray.get(self._coordinator.add_rows.remote(name, ReadStats(skipped=skipped)))
-            for cause, count in skipped.items():
-                self._coordinator.add_notice.remote(f"{count} samples {cause} are never drawn")
+            lines = [f"{count} samples {cause} are never drawn" for cause, count in skipped.items()]
+            for line in lines + describe_unlabeled(self._config, label):
+                self._coordinator.add_notice.remote(line)
 
     def guide(self, decoded: Sequence[DecodedRows]) -> GuideTables | None:
         """Read the guide's embeddings of these rows, if the run has a guide.

@@ -314,6 +314,20 @@ def check_classes(config: RunConfig, label: NDArray[np.int64]) -> Counter[str]:
     )
 
 
+def describe_unlabeled(config: RunConfig, label: NDArray[np.int64]) -> list[str]:
+    """Return a line about the training rows without a label that a loss of classes uses, if there are any.
+
+    ``data.samples_per_class`` never draws such rows. ``label`` are the labels of all training rows.
+    """
+    unlabeled = np.count_nonzero(label < 0)
+    if unlabeled == 0 or config.data.samples_per_class is not None:
+        return []
+    return [
+        f"{unlabeled:,} of {len(label):,} training samples have no label: their only positives in {config.needs_labels} "
+        "are their own views"
+    ]
+
+
 def column_names(config: RunConfig) -> ColumnNames:
     """Return the columns to read; columns of other kinds of samples, and unused negatives, are ignored."""
     named = config.data.columns.model_dump()
@@ -446,10 +460,10 @@ def check_same_data(output: Place, now: dict[str, Any]) -> None:
             f"the files in {now['data']} differ from the files that the run began with, so their rows would have "
             "other ids; restore the files, or give another --output"
         )
-    if before.get("classes") and now.get("classes") is None:  # older versions read 1.0 in CSV as a name
+    if lost := set(before.get("classes") or ()) - set(now.get("classes") or ()):
         raise ConfigError(
-            f"the run began with names of classes, and {now['data'] or 'the dataset'} has none now (an earlier version read "
-            "1.0 in CSV as a name); give the same data, or another --output"
+            f"the run began with a class {min(lost)!r}, and {now['data'] or 'the dataset'} has none of that name now (an "
+            "earlier version read an empty label, and 1.0 in CSV, as a name); give the same data, or another --output"
         )
     if before["streamed"] != now["streamed"]:
         raise ConfigError(
