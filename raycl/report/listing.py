@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +15,7 @@ from raycl.arguments import Address, as_address
 from raycl.errors import DataError, StorageError
 from raycl.lease import is_being_written, is_claim
 from raycl.records import CONFIG, DATA, METRICS, RESULT, ROLLBACK, as_object, read_line
+from raycl.report.history import History, read_history
 from raycl.storage import Place, absolute, is_outage, parse_object
 
 Answer = TypeVar("Answer")
@@ -120,14 +121,14 @@ def _summary(output: Place, entries: Mapping[str, fs.FileInfo]) -> RunSummary | 
     result = (parse_object((output / RESULT).read_bytes()) if RESULT in entries else None) or {}
     lines = (output / METRICS).read_bytes().splitlines() if METRICS in entries else []
     last = next(filter(None, map(read_line, reversed(lines))), {})
-    telling = [read_line(line) for line in lines if _TELLING.search(line)]
+    history = read_history(line for line in lines if _TELLING.search(line))
     status = result.get("status")
     # A run that was over has its old result until it is resumed. Without a claim, it costs no other request.
     if any(map(is_claim, entries)) and is_being_written(output):
         status = "running"
     elif status not in ("finished", "stopped", "failed"):
         status = "unfinished"
-    metric, best = _best(filter(None, telling), as_object(result.get("final")))
+    metric, best = _best(history, as_object(result.get("final")))
     return RunSummary(
         name=output.path or ".",
         run=output.uri,
@@ -140,7 +141,7 @@ def _summary(output: Place, entries: Mapping[str, fs.FileInfo]) -> RunSummary | 
         metric=metric,
         best=best,
         time=last.get("time") or max(info.mtime_ns or 0 for info in entries.values()) / 1e9,
-        num_damaged=telling.count(None),
+        num_damaged=history.num_unreadable,
     )
 
 
@@ -162,19 +163,10 @@ def _planned(stages: list[Any], unit: str) -> int | None:
     return sum(lengths) if all(isinstance(each, int) for each in lengths) else None
 
 
-def _best(lines: Iterable[Mapping[str, Any]], final: Mapping[str, Any]) -> tuple[str | None, float | None]:
+def _best(history: History, final: Mapping[str, Any]) -> tuple[str | None, float | None]:
     """Return the evaluation metric and its largest value, in the log or else at the end."""
-    evaluated: list[tuple[int, str, float]] = []
-    for line in lines:
-        step = line["step"]
-        if line.get("event") == ROLLBACK:
-            evaluated = [each for each in evaluated if each[0] <= step]
-        evaluated += [(step, *each) for each in _evaluations(line)]
-    found = [(name, value) for _, name, value in evaluated] or _evaluations(final)
-    return max(found, key=lambda each: each[1], default=(None, None))
-
-
-def _evaluations(metrics: Mapping[str, Any]) -> list[tuple[str, float]]:
-    return [
-        (name, metrics[name]) for name in _EVALUATION_METRICS if isinstance(metrics.get(name), int | float)
+    logged = [(name, history[name].max) for name in _EVALUATION_METRICS]
+    found = [(name, value) for name, value in logged if value is not None] or [
+        (name, final[name]) for name in _EVALUATION_METRICS if isinstance(final.get(name), int | float)
     ]
+    return max(found, key=lambda each: each[1], default=(None, None))
