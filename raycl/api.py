@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from raycl.display import EvaluationResult
-    from raycl.doctor import CheckResult
+    from raycl.doctor.run import CheckResult
     from raycl.step_replay.certificate import Certificate
     from raycl.step_replay.find import FoundSteps
     from raycl.step_replay.step import ReplayedStep
@@ -384,7 +384,7 @@ def examine(
             "raycl doctor simclr"
         )
     columns = command_settings("doctor", settings).get("columns") if recipe is None else None
-    from raycl.doctor import DoctorRequest, examinations
+    from raycl.doctor.run import DoctorRequest, examinations
 
     request = DoctorRequest(
         data=uri,

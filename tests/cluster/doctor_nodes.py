@@ -34,9 +34,9 @@ from ray.cluster_utils import Cluster
 
 import raycl
 from raycl.config.overrides import override
-from raycl.doctor import CheckResult
 from raycl.doctor.checks import check_access, has_autoscaler
 from raycl.doctor.nodes import alive_nodes
+from raycl.doctor.result import CheckResult
 from raycl.recipes import recipe
 from tests.growing_cluster import autoscaler_config, wait_for_head
 from tests.ports import free_ports

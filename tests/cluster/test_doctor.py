@@ -17,11 +17,12 @@ import ray
 import raycl
 from raycl.config.overrides import override
 from raycl.data.discovery import find_source
-from raycl.doctor import CheckResult, memory
+from raycl.doctor import memory
 from raycl.doctor.checks import check_access, has_autoscaler, refuses_calls_without_token
 from raycl.doctor.data import DataSummary, check_data
 from raycl.doctor.memory import check_decoded_data, check_memory
 from raycl.doctor.nodes import Node, alive_nodes, ask_nodes, describe_node
+from raycl.doctor.result import CheckResult
 from raycl.doctor.storage import check_storage
 from raycl.recipes import recipe
 from raycl.storage import Place
