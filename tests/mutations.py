@@ -1591,8 +1591,8 @@ MUTATIONS = [
     Mutation(
         "effective rank centers the rows",
         "raycl/evaluation/embedding_metrics.py",
-        "exact = _clean(rows).cpu().double()\n",
-        "exact = _clean(rows).cpu().double()\n    exact = exact - exact.mean(0)\n",
+        "exact = rows.double()\n",
+        "exact = rows.double()\n    exact = exact - exact.mean(0)\n",
         "tests/test_embedding_metrics.py",
     ),
     Mutation(

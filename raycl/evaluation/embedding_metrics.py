@@ -1,7 +1,7 @@
 """Metrics of embeddings that distinguish a healthy run from a collapsed one.
 
-Rows have unit length, which ``measure`` gives them; all metrics are computed in float32, whatever the type of the rows.
-NaN and infinity count as zero, since a metric must not stop training: the loss refuses such rows.
+``measure`` takes any rows, and the other functions float32 rows of unit length. NaN and infinity count as zero, since a
+metric must not stop training: the loss refuses such rows.
 """
 
 import math
@@ -49,7 +49,11 @@ def measure(query: Tensor, key: Tensor | None = None) -> Measures:
     Raises:
         ConfigError: The tensors are not [n, dim] of one shape, with at least one row.
     """
-    _check_rows("the queries", query)
+    if query.ndim != 2 or 0 in query.shape:
+        raise ConfigError(
+            f"the queries are not [n, dim] with at least one row: got {list(query.shape)}; "
+            "pass one embedding per row"
+        )
     rows = _unit(query)
     found = Measures(
         num_rows=len(rows),
@@ -60,57 +64,45 @@ def measure(query: Tensor, key: Tensor | None = None) -> Measures:
     )
     if key is None:
         return found
-    _check_pair(query, key)
+    if key.shape != query.shape:
+        raise ConfigError(
+            f"the keys do not match the queries: got {list(key.shape)} for {list(query.shape)}; "
+            "pass one key, the positive, for each query"
+        )
     keys = _unit(key)
     gap = positive_negative_gap(rows, keys)
     return replace(found, alignment=alignment(rows, keys), positive_negative_gap=gap)
 
 
-@torch.no_grad()
 def alignment(query: Tensor, key: Tensor) -> float:
     """Return the mean squared distance of positives (Wang and Isola, 2020); unit rows [n, dim].
 
     It is between 0, for equal queries and keys, and 4.
-
-    Raises:
-        ConfigError: The tensors are not [n, dim] of one shape, with at least one row.
     """
-    _check_pair(query, key)
-    return (_clean(query) - _clean(key)).square().sum(1).mean().item()
+    return (query - key).square().sum(1).mean().item()
 
 
-@torch.no_grad()
-def uniformity(rows: Tensor, t: float = 2.0) -> float:
-    """Return log mean exp(-t * squared distance) over pairs of distinct rows (Wang and Isola, 2020).
+def uniformity(rows: Tensor) -> float:
+    """Return log mean exp(-2 * squared distance) over pairs of distinct rows (Wang and Isola, 2020).
 
     It is 0 for unit rows [n, dim] at one point and for a single row, and falls as they spread over the sphere,
-    to about -4 at t = 2. Only strips of the [n, n] distances are in memory.
-
-    Raises:
-        ConfigError: The rows are not [n, dim], with at least one row.
+    to about -4. Only strips of the [n, n] distances are in memory.
     """
-    _check_rows("the rows", rows)
-    rows = _clean(rows)
     num_rows = len(rows)
     if num_rows == 1:
         return 0.0
-    strips = [_log_kernel_sum(rows, start, t) for start in range(0, num_rows, _STRIP_ROWS)]
+    strips = [_log_kernel_sum(rows, start) for start in range(0, num_rows, _STRIP_ROWS)]
     return torch.stack(strips).logsumexp(0).item() - math.log(num_rows * (num_rows - 1))
 
 
-@torch.no_grad()
 def effective_rank(rows: Tensor) -> float:
     """Return exp(entropy of the normalized singular values) of rows [n, dim] (Roy and Vetterli, 2007).
 
     The rows are **not centered**, so that rows at one point have rank 1: centering would leave only rounding
     errors, which look like full rank. The largest value is min(n, dim).
-
-    Raises:
-        ConfigError: The rows are not [n, dim], with at least one row.
     """
-    _check_rows("the rows", rows)
     # float64, for squares of singular values down to 1e-7 of the largest.
-    exact = _clean(rows).cpu().double()
+    exact = rows.double()
     square = exact.T @ exact if len(exact) > exact.shape[1] else exact @ exact.T
     singular = torch.linalg.eigvalsh(square).clamp(min=0).sqrt()
     total = singular.sum()
@@ -120,35 +112,23 @@ def effective_rank(rows: Tensor) -> float:
     return torch.special.entr(share).sum().exp().item()
 
 
-@torch.no_grad()
 def embedding_std(rows: Tensor) -> float:
     """Return the mean over dims of the rows' standard deviation, times sqrt(dim); unit rows [n, dim].
 
     It is about 1 for rows evenly spread over the sphere and 0 for rows at one point or a single row (Chen and He,
     2021, detect collapse by it).
-
-    Raises:
-        ConfigError: The rows are not [n, dim], with at least one row.
     """
-    _check_rows("the rows", rows)
-    rows = _clean(rows)
     # torch's std over the first dim takes five times as long.
     deviation = (rows - rows.mean(0)).square_().mean(0).sqrt_()
     return deviation.mean().item() * math.sqrt(rows.shape[1])
 
 
-@torch.no_grad()
 def positive_negative_gap(query: Tensor, key: Tensor) -> float:
     """Return the mean similarity of positives minus the mean of all other pairs of query and key.
 
     It takes O(n * dim) for rows [n, dim], since the sum over all pairs is a product of two sums. A single pair has
     a gap of 0.
-
-    Raises:
-        ConfigError: The tensors are not [n, dim] of one shape, with at least one row.
     """
-    _check_pair(query, key)
-    query, key = _clean(query), _clean(key)
     num_rows = len(query)
     if num_rows == 1:
         return 0.0
@@ -157,37 +137,16 @@ def positive_negative_gap(query: Tensor, key: Tensor) -> float:
     return (positives / num_rows - others / (num_rows * (num_rows - 1))).item()
 
 
-def _log_kernel_sum(rows: Tensor, start: int, t: float) -> Tensor:
-    """Return the log of the sum of exp(-t * squared distance) from a strip of rows to all others."""
+def _log_kernel_sum(rows: Tensor, start: int) -> Tensor:
+    """Return the log of the sum of exp(-2 * squared distance) from a strip of rows to all others."""
     with torch.autocast(rows.device.type, enabled=False):
         similarity = rows[start : start + _STRIP_ROWS] @ rows.T
-    exponent = similarity.sub_(1).mul_(2 * t)  # unit rows: their squared distance is 2 - 2 * similarity
+    exponent = similarity.sub_(1).mul_(4)  # unit rows: their squared distance is 2 - 2 * similarity
     exponent.diagonal(start).fill_(-math.inf)
     return exponent.flatten().logsumexp(0)
 
 
 def _unit(rows: Tensor) -> Tensor:
-    """Return the first rows with unit length, on the CPU."""
-    return F.normalize(_clean(rows[:MAX_ROWS]).cpu(), dim=1)
-
-
-def _clean(rows: Tensor) -> Tensor:
-    """Return float32 rows without NaN and infinity."""
-    return rows.detach().float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def _check_rows(name: str, rows: Tensor) -> None:
-    if rows.ndim != 2 or 0 in rows.shape:
-        raise ConfigError(
-            f"{name} are not [n, dim] with at least one row: got {list(rows.shape)}; "
-            "pass one embedding per row"
-        )
-
-
-def _check_pair(query: Tensor, key: Tensor) -> None:
-    _check_rows("the queries", query)
-    if key.shape != query.shape:
-        raise ConfigError(
-            f"the keys do not match the queries: got {list(key.shape)} for {list(query.shape)}; "
-            "pass one key, the positive, for each query"
-        )
+    """Return the first rows in float32 with unit length, on the CPU, without NaN and infinity."""
+    clean = rows[:MAX_ROWS].detach().float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    return F.normalize(clean.cpu(), dim=1)
