@@ -274,7 +274,7 @@ def test_the_encoder_of_a_small_set_is_built_once(
 
 def test_values_of_this_process_are_embedded_in_order(run: str, connected: list[str | None]) -> None:
     files, _ = digit_files(50)
-    found = embed_values(files, read_encoder(run), quiet=True)
+    found, _ = embed_values(files, read_encoder(run), quiet=True)
     torch.testing.assert_close(found, expected(run, 50), rtol=0, atol=1e-5)
     with pytest.raises(DataError, match=r"1 of 51 rows are invalid \(.*not an image\)\); fix or remove them"):
         embed_values([*files, b"broken"], read_encoder(run), quiet=True)
@@ -289,11 +289,11 @@ def test_representations_in_order_are_not_copied_and_others_are_sorted(
     monkeypatch.setattr(
         embed, "representations", lambda *given: found.append(representations(*given)) or found[-1]
     )
-    assert embed_values(files, read_encoder(run), quiet=True) is found[0]
+    assert embed_values(files, read_encoder(run), quiet=True)[0] is found[0]
     monkeypatch.setattr(
         embed, "decode_table", lambda *given: [each[::-1] for each in decode_table(*given)][::-1]
     )
-    assert torch.equal(embed_values(files, read_encoder(run), quiet=True), found[0])
+    assert torch.equal(embed_values(files, read_encoder(run), quiet=True)[0], found[0])
 
 
 def test_representations_count_as_well_as_images(

@@ -8,7 +8,7 @@ from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import normalize
 
 from raycl.data.columns import ColumnNames, UnlabeledColumnNames
@@ -21,7 +21,7 @@ from raycl.errors import ConfigError, DataError
 from raycl.evaluation.lexical_baselines import bm25_search, tfidf_search, tfidf_similarity
 from raycl.evaluation.metrics import average_precision, retrieval_scores
 from raycl.evaluation.search import Ranking, fuse, num_texts, of_documents, search
-from raycl.inference.embed import embed_valid_values, embed_values
+from raycl.inference.embed import embed_values
 from raycl.inference.encoder import read_encoders
 from raycl.inference.reading import Values, read_pairs, read_values, report_invalid
 from raycl.models.encoder_io import SavedEncoder
@@ -156,10 +156,12 @@ def _evaluate_images(
     quiet = options["quiet"]
     values = read_captioned_images(test, names, quiet=quiet)
     images = list(_numbered(values.by_role["image"]))
-    image, decoded = embed_valid_values(images, encoders[0], title="embedding the queries", **options)
+    image, decoded = embed_values(
+        images, encoders[0], title="embedding the queries", max_invalid_fraction=1.0, **options
+    )
     broken = list(set(images) - {images[position] for position in decoded})
     task = image_task(_without(broken, values, encoders[0], test, quiet=quiet))
-    caption = embed_values(task.documents, encoders[1], title="embedding the documents", **options)
+    caption, _ = embed_values(task.documents, encoders[1], title="embedding the documents", **options)
     directions = {
         "query_to_document": (task, image, caption),
         "document_to_query": (task.reversed(), caption[task.relevant_documents()], image),
@@ -175,7 +177,8 @@ def _evaluate_images(
 def _evaluate_texts(
     task: Task, encoders: list[SavedEncoder], options: dict[str, Any], *, baseline: bool, examples: int
 ) -> dict[str, Any]:
-    query, document = _embed(task, encoders, options)
+    query, _ = embed_values(task.queries, encoders[0], title="embedding the queries", **options)
+    document, _ = embed_values(task.documents, encoders[1], title="embedding the documents", **options)
     similarities, ranked = task.rank(search, query, document)
     result: dict[str, Any] = dict(retrieval_scores(ranked, task.relevance))
     if task.labeled is not None:
@@ -190,12 +193,6 @@ def _evaluate_texts(
     if examples:
         result["examples"] = _examples(task, (similarities, ranked), examples)
     return result
-
-
-def _embed(task: Task, encoders: list[SavedEncoder], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    query = embed_values(task.queries, encoders[0], title="embedding the queries", **options)
-    document = embed_values(task.documents, encoders[1], title="embedding the documents", **options)
-    return query, document
 
 
 def _lexical_baseline(task: Task, ranked: NDArray[np.int64]) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def evaluate_sts(
     # Each text once: rounding would give a repeated one another embedding, and so break ties.
     number = {each: position for position, each in enumerate(dict.fromkeys([*left, *right]))}
     options: dict[str, Any] = {"gpu": gpu, "address": address, "quiet": quiet, "debug": debug}
-    embedding = normalize(embed_values(list(number), saved, network=network, **options).double())
+    embedding = normalize(embed_values(list(number), saved, network=network, **options)[0].double())
     left_rows, right_rows = (embedding[[number[each] for each in texts]] for texts in (left, right))
     similarity = (left_rows * right_rows).sum(1).numpy().round(_DIGITS)
     result = EvaluationResult({"measure": "sts", **sts_scores(similarity, pairs.score, pairs.dataset)})

@@ -1,7 +1,7 @@
 """Embedding with Ray Data: tasks decode, a pool of actors runs the encoder. Small sets are embedded in this process."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, final
+from typing import Literal, final
 
 import numpy as np
 import pyarrow as pa
@@ -133,28 +133,7 @@ def embed_values(
     saved: SavedEncoder,
     *,
     title: str = "embedding",
-    network: nn.Module | None = None,
-    gpu: bool = False,
-    address: str | None = None,
-    quiet: bool = False,
-    debug: bool = False,
-) -> Tensor:
-    """Embed texts or encoded images held by this process: [num_values, representation_dim].
-
-    Raises ``DataError`` for an invalid value.
-    """
-    options: dict[str, Any] = {"network": network, "gpu": gpu, "address": address}
-    options |= {"quiet": quiet, "debug": debug}
-    found, _ = embed_valid_values(values, saved, title=title, max_invalid_fraction=None, **options)
-    return found
-
-
-def embed_valid_values(
-    values: Sequence[str] | Sequence[bytes],
-    saved: SavedEncoder,
-    *,
-    title: str = "embedding",
-    max_invalid_fraction: float | None = 1.0,
+    max_invalid_fraction: float | None = None,
     network: nn.Module | None = None,
     gpu: bool = False,
     address: str | None = None,
@@ -163,7 +142,7 @@ def embed_valid_values(
 ) -> tuple[Tensor, NDArray[np.int64]]:
     """Embed the valid ones of texts or encoded images held by this process: [num_valid, representation_dim].
 
-    Also returns their positions [num_valid]. Raises ``DataError`` if too many values are invalid.
+    Also returns their positions [num_valid]. Raises ``DataError`` if too many values are invalid; by default, one is too many.
     """
     encoder = saved.build(network)
     role, kind = role_of(encoder), pa.binary() if saved.takes_images else pa.string()

@@ -100,7 +100,7 @@ def mine_negatives(
         options: dict[str, Any] = {"network": network, "gpu": gpu, "address": address}
         options |= {"quiet": quiet, "debug": debug}
         query, document = (
-            normalize(embed_values(texts, encoder, title=f"embedding the {name}", **options))
+            normalize(embed_values(texts, encoder, title=f"embedding the {name}", **options)[0])
             for name, texts, encoder in (
                 ("queries", pairs.query.texts, query_encoder),
                 ("documents", pairs.document.texts, key_encoder),
