@@ -81,7 +81,7 @@ def expected(config: RunConfig, tower: nn.Module, image: bytes) -> np.ndarray:
 def test_an_image_is_embedded_by_the_momentum_encoder_if_the_run_has_one(run: Path) -> None:
     (image,), _ = digit_files(1)
     found = load_checkpoint_encoder(str(run))
-    embedding = found.embed_image(image)
+    embedding = found.embed("image", image)
     by_keys, by_queries = (
         expected(small_config(), tower_of(small_config(), seed=seed), image) for seed in (2, 1)
     )
@@ -97,7 +97,7 @@ def test_statistics_are_of_the_tower_if_a_pool_encodes_the_keys(run: Path) -> No
     key_side, statistics = tower_of(config, seed=2), dict(tower_of(config, seed=1).named_buffers())
     key_side.load_state_dict(key_side.state_dict() | statistics)
     (image,), _ = digit_files(1)
-    embedding = load_checkpoint_encoder(str(run)).embed_image(image)
+    embedding = load_checkpoint_encoder(str(run)).embed("image", image)
     np.testing.assert_allclose(embedding, expected(config, key_side, image), atol=1e-6)
 
 
@@ -107,7 +107,7 @@ def test_an_image_is_embedded_by_the_query_tower_if_memory_bank_slots_are_the_ke
     write_checkpoint(tmp_path, 1, {"tower": tower_of(config, seed=3).state_dict()})
     list_checkpoint(tmp_path, 1)
     (image,), _ = digit_files(1)
-    embedding = load_checkpoint_encoder(str(tmp_path)).embed_image(image)
+    embedding = load_checkpoint_encoder(str(tmp_path)).embed("image", image)
     np.testing.assert_allclose(embedding, expected(config, tower_of(config, seed=3), image), atol=1e-6)
 
 
@@ -130,21 +130,21 @@ def test_a_run_without_a_checkpoint_is_refused(run: Path, listed: str | None) ->
 @pytest.mark.parametrize(
     ("name", "query", "answer"),
     [
-        ("moco_v2", {"text": "hi"}, "recipe moco_v2 has images and no texts; ask by --image"),
-        ("simcse", {"image": b"png"}, "recipe simcse has texts and no images; ask by --text"),
+        ("moco_v2", ("text", "hi"), "recipe moco_v2 has images and no texts; ask by --image"),
+        ("simcse", ("image", b"png"), "recipe simcse has texts and no images; ask by --text"),
     ],
 )
 def test_a_query_of_another_kind_than_the_run_is_refused_before_its_first_checkpoint(
-    name: str, query: dict[str, Any], answer: str, tmp_path: Path
+    name: str, query: Any, answer: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.yaml").write_text(config_to_yaml(recipe(name)))
     with pytest.raises(ConfigError, match=answer):
-        _embed(str(tmp_path), **query)
+        _embed(str(tmp_path), *query)
 
 
 def test_a_text_is_no_query_of_images(run: Path) -> None:
     with pytest.raises(ConfigError, match="recipe moco_v2 has images and no texts; ask by --image"):
-        load_checkpoint_encoder(str(run)).embed_text("hi")
+        load_checkpoint_encoder(str(run)).embed("text", "hi")
 
 
 def test_a_partly_written_list_is_read_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,4 +184,4 @@ def test_a_missing_run_and_an_invalid_image_are_errors(run: Path, tmp_path: Path
     with pytest.raises(StorageError, match="cannot read"):
         load_checkpoint_encoder(str(tmp_path / "nowhere"))
     with pytest.raises(DataError, match="not an image"):
-        load_checkpoint_encoder(str(run)).embed_image(b"no picture")
+        load_checkpoint_encoder(str(run)).embed("image", b"no picture")

@@ -99,7 +99,7 @@ def test_each_side_of_a_saved_encoder_applies_its_prompt_once(
             # `raycl embed`, mining and evaluation decode in this format.
             rows = formats_of(loaded)["text"].decode_all(TEXTS)
             assert [list(row) for (row,) in rows] == [unpadded(row) for row in loaded.prepare(TEXTS)]
-    asked = load_checkpoint_encoder(str(tmp_path / "unfinished")).embed_text("one")
+    asked = load_checkpoint_encoder(str(tmp_path / "unfinished")).embed("text", "one")
     query = load_texts(tmp_path / "prompted").encode(["one"])
     assert np.allclose(asked, torch.nn.functional.normalize(query, dim=1)[0], atol=1e-6)
 
@@ -146,8 +146,8 @@ def test_a_question_to_a_run_of_captions_gets_their_prompt(tmp_path: Path) -> No
     for name, settings in (("plain", {}), ("prompted", PROMPTS["clip"])):
         config = small_config("clip", settings)
         write_unfinished(config, save(config, tmp_path / f"saved {name}"), tmp_path / name)
-    expected = load_checkpoint_encoder(str(tmp_path / "plain")).embed_text(DOCUMENT + "one")
-    assert np.array_equal(load_checkpoint_encoder(str(tmp_path / "prompted")).embed_text("one"), expected)
+    expected = load_checkpoint_encoder(str(tmp_path / "plain")).embed("text", DOCUMENT + "one")
+    assert np.array_equal(load_checkpoint_encoder(str(tmp_path / "prompted")).embed("text", "one"), expected)
 
 
 def write_unfinished(config: RunConfig, towers: Towers, run: Path) -> None:

@@ -17,6 +17,7 @@ from raycl.errors import ConfigError, DataError, RunError
 if TYPE_CHECKING:
     import numpy as np
 
+    from raycl.inference.checkpoint_encoder import Asked
     from raycl.negatives.bank import Bank
     from raycl.negatives.search import Neighbors, SampleRows
     from raycl.negatives.spec import BankSpec
@@ -100,12 +101,11 @@ def nearest(
     if k < 1:
         raise ConfigError(f"-k must be at least 1, got {k}")
     embedding = None if vector is None else _read_vector(vector)
-    content = None if image is None else _read_file(image)
+    content = text if image is None else _read_file(image)
     target = _connect(name, address, debug)
     if content is not None:
-        embedding, query["checkpoint"] = _embed(target.spec.output, image=content)
-    if text is not None:
-        embedding, query["checkpoint"] = _embed(target.spec.output, text=text)
+        kind = "image" if text is None else "text"
+        embedding, query["checkpoint"] = _embed(target.spec.output, kind, content)
     if embedding is None:
         found = target.nearest_of(query["id"], k)
     else:
@@ -187,12 +187,11 @@ def _described(name: str, spec: "BankSpec | None") -> dict[str, Any]:
     return {"name": name, "answers": spec is not None, **(dataclasses.asdict(spec) if spec else {})}
 
 
-def _embed(run: str, *, image: bytes | None = None, text: str | None = None) -> tuple["np.ndarray", str]:
+def _embed(run: str, kind: "Asked", content: bytes | str) -> tuple["np.ndarray", str]:
     from raycl.inference.checkpoint_encoder import load_checkpoint_encoder
 
-    saved = load_checkpoint_encoder(run, asked="text" if image is None else "image")
-    embedding = saved.embed_text(text or "") if image is None else saved.embed_image(image)
-    return embedding, saved.checkpoint
+    saved = load_checkpoint_encoder(run, asked=kind)
+    return saved.embed(kind, content), saved.checkpoint
 
 
 def _read_file(uri: str) -> bytes:

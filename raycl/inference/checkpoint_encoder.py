@@ -28,31 +28,21 @@ Asked = Literal["image", "text"]
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CheckpointEncoder:
-    """The tower that encodes keys, with the weights of ``checkpoint``, for the samples that the run has."""
+    """The tower that encodes keys, with the weights of ``checkpoint``, by the kind of samples that the run has."""
 
     recipe: str
     checkpoint: str
-    image: ImageEncoder | None
-    text: TextEncoder | None
+    encoders: dict[Asked, ImageEncoder | TextEncoder]
 
-    def embed_image(self, content: bytes) -> np.ndarray:
-        """Return the embedding of an encoded image, float32 [dim], of unit length.
+    def embed(self, kind: Asked, content: Any) -> np.ndarray:
+        """Return the embedding of an encoded image, or of a text, with two towers of a query: unit float32 [dim].
 
-        The image is prepared as for evaluation, without augmentation. Raises ``DataError`` if it cannot
-        be decoded, ``ConfigError`` if the run has no images.
+        An image is prepared as for evaluation, without augmentation. Raises ``DataError`` for invalid content,
+        ``ConfigError`` if the run has no samples of this kind.
         """
-        if self.image is None:
-            raise _without(self.recipe, "image")
-        return normalize(self.image.encode([content]), dim=1)[0].numpy()
-
-    def embed_text(self, text: str) -> np.ndarray:
-        """Return the embedding of a text, with two towers of a query, float32 [dim], of unit length.
-
-        Raises ``DataError`` for an invalid text, ``ConfigError`` if the run has no texts.
-        """
-        if self.text is None:
-            raise _without(self.recipe, "text")
-        return normalize(self.text.encode([text]), dim=1)[0].numpy()
+        if kind not in self.encoders:
+            raise _without(self.recipe, kind)
+        return normalize(self.encoders[kind].encode([content]), dim=1)[0].numpy()
 
 
 def load_checkpoint_encoder(run: str, *, asked: Asked | None = None) -> CheckpointEncoder:
@@ -75,25 +65,21 @@ def load_checkpoint_encoder(run: str, *, asked: Asked | None = None) -> Checkpoi
                 if name.endswith(("running_mean", "running_var"))
             }
             weights = weights | statistics
-    loaded: list[ImageEncoder | TextEncoder] = []
+    encoders: dict[Asked, ImageEncoder | TextEncoder] = {}
     for network, spec, of_side in opened.towers()[: 2 if config.data.kind == "image_text" else 1]:
         spec = spec.model_copy(update={"projection_head": head})
         if isinstance(spec, TextEncoderSpec):
             spec = spec.model_copy(update={"cut_at": config.text.max_length})
         try:
-            loaded.append(opened.encoder(spec, weights, prefix + of_side).build(network))
+            built = opened.encoder(spec, weights, prefix + of_side).build(network)
         except StorageError as error:
             raise ConfigError(
                 f"the weights of {opened.output / CHECKPOINTS / opened.name} do not fit the network that {CONFIG} "
                 "names: the run trained a network of its user's own, which only that program can build; "
                 "ask by --id or --vector"
             ) from error
-    return CheckpointEncoder(
-        recipe=config.recipe,
-        checkpoint=opened.name,
-        image=next((each for each in loaded if isinstance(each, ImageEncoder)), None),
-        text=next((each for each in loaded if isinstance(each, TextEncoder)), None),
-    )
+        encoders["image" if isinstance(built, ImageEncoder) else "text"] = built
+    return CheckpointEncoder(recipe=config.recipe, checkpoint=opened.name, encoders=encoders)
 
 
 def read_checkpoint_encoders(

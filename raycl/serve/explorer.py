@@ -150,7 +150,7 @@ class QueryEncoder:
         self._run, self._encoder = run, None
         self._lock = threading.Lock()
 
-    def embed(self, kind: schemas.QueryKind, content: Any) -> tuple[np.ndarray, str]:
+    def embed(self, kind: Literal["image", "text"], content: Any) -> tuple[np.ndarray, str]:
         """Encode a text, or the content of an image file: float32 [dim], and the name of the checkpoint.
 
         Raises ``StorageError`` before the first checkpoint, ``DataError`` for invalid content, and
@@ -164,8 +164,7 @@ class QueryEncoder:
             encoder = self._encoder
             if encoder is None or encoder.checkpoint != checkpoint:
                 self._encoder = encoder = load_checkpoint_encoder(self._run)
-            embed = encoder.embed_image if kind == "image" else encoder.embed_text
-            return embed(content), encoder.checkpoint
+            return encoder.embed(kind, content), encoder.checkpoint
 
 
 @final
@@ -178,7 +177,7 @@ class RepresentationEncoder:
         self._lock = threading.Lock()
         self._encoders: list[Any] = []
 
-    def embed(self, kind: schemas.QueryKind, content: Any) -> tuple[np.ndarray, None]:
+    def embed(self, kind: Literal["image", "text"], content: Any) -> tuple[np.ndarray, None]:
         """Encode a text, or the content of an image file: float32 [dim].
 
         Raises ``StorageError`` if the run has no encoder, ``DataError`` for invalid content, and ``ConfigError`` if the
@@ -270,7 +269,7 @@ class Explorer:
             )
         return self.samples.show(sample_id)
 
-    def _nearest_to(self, kind: schemas.QueryKind, content: Any, k: int) -> schemas.Neighbors:
+    def _nearest_to(self, kind: Literal["image", "text"], content: Any, k: int) -> schemas.Neighbors:
         if kind == "text" and not content.strip():
             raise DataError("the text is empty; type one")
         if self.encoder is None or kind not in self.queries:

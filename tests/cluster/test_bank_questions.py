@@ -287,7 +287,7 @@ def test_an_image_query_returns_the_nearest_keys_by_the_momentum_encoder(
     bank = raycl.connect_bank("photographed")
     try:
         answer = ask("nearest", "photographed", "--image", tmp_path / "digit.png", "-k", 5)
-        query = load_checkpoint_encoder(str(run)).embed_image(image)
+        query = load_checkpoint_encoder(str(run)).embed("image", image)
         assert [each["sample_id"] for each in answer["neighbors"]] == nearest_by_numpy(bank, query, 5)
         assert (run / "checkpoints" / answer["query"]["checkpoint"] / "state.pt").exists()
     finally:

@@ -165,7 +165,7 @@ def test_a_run_on_pairs_learns_and_its_towers_load(click_run: tuple[Path, raycl.
     assert len(recalls) >= 2
     query, key = (raycl.load_encoder(str(output), side=side).encode(["a text"]) for side in ("query", "key"))
     assert torch.equal(query, key)  # one shared tower
-    asked = load_checkpoint_encoder(str(output)).embed_text("a text")
+    asked = load_checkpoint_encoder(str(output)).embed("text", "a text")
     assert np.allclose(asked, torch.nn.functional.normalize(query)[0].numpy(), atol=1e-6)
 
 
