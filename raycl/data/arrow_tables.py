@@ -16,7 +16,7 @@ import pyarrow as pa
 from pyarrow import ipc
 
 from raycl.data.columns import ColumnNames
-from raycl.data.tables import BLOCK_BYTES, TableFile, reading, roles_in, row_range
+from raycl.data.tables import BLOCK_BYTES, TableFile, TableFormat, reading, roles_in, row_range
 from raycl.errors import DataError
 from raycl.storage import Place, check_plain
 
@@ -32,7 +32,7 @@ _BYTES = {
 
 
 @final
-class ArrowTables:
+class ArrowTables(TableFormat):
     """Arrow's own format, as a stream of batches of rows or with an index: the files know their types."""
 
     name = "arrow"
@@ -46,9 +46,6 @@ class ArrowTables:
             num_rows = sum(batch.num_rows for batch in _batches(source, _narrowest(schema)))
             # The files have no index of rows, so a part is found from the beginning: at most eight parts.
             return TableFile(place=place, group_sizes=[num_rows], schema=schema)
-
-    def shared_types(self, schemas: Sequence[pa.Schema], *, where: str) -> None:
-        """Return None: each file has its own types."""
 
     def read(
         self, place: Place, names: Sequence[str], types: pa.Schema | None, *, start: int, stop: int

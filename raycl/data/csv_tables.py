@@ -14,6 +14,7 @@ from raycl.data.ids import EXACT
 from raycl.data.tables import (
     IDS_AND_LABELS,
     TableFile,
+    TableFormat,
     check_encoding,
     chosen,
     is_integer,
@@ -34,7 +35,7 @@ _MOST_HEADER_BYTES = 64 * 2**10
 
 
 @final
-class CsvTables:
+class CsvTables(TableFormat):
     """CSV with a header, comma-separated, or by tabs in TSV. An empty field is a missing value.
 
     Ids and labels are integers if all of a column are, floats if some are written as 3.0, else text.

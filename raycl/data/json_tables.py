@@ -14,6 +14,7 @@ from raycl.data.tables import (
     BLOCK_BYTES,
     IDS_AND_LABELS,
     TableFile,
+    TableFormat,
     check_encoding,
     chosen,
     open_text,
@@ -32,7 +33,7 @@ Common = Callable[[str, pa.DataType, pa.DataType], pa.DataType]  # ``common_type
 
 
 @final
-class JsonTables:
+class JsonTables(TableFormat):
     """Lines of JSON objects, whose keys are the columns. A key that a row lacks is a missing value."""
 
     name = "jsonl"

@@ -9,7 +9,7 @@ from typing import Any, final
 import pyarrow as pa
 
 from raycl.data.columns import ColumnNames
-from raycl.data.tables import BATCH_ROWS, TableFile, library
+from raycl.data.tables import BATCH_ROWS, TableFile, TableFormat, library
 from raycl.errors import DataError, RayclError, first_line
 from raycl.storage import Place, check_plain
 
@@ -18,11 +18,10 @@ _ORIGIN = re.compile(r"(, )?/\S+\.rs:\d+:\d+")  # of an error, in Lance's own co
 
 
 @final
-class LanceTables:
+class LanceTables(TableFormat):
     """Lance: a place is a fragment of a version, which no longer changes. Any range of its rows is read alone."""
 
     name = "lance"
-    endings = ()
 
     def inspect(self, place: Place, columns: ColumnNames) -> TableFile:
         """Return the number of rows and the schema; reads no rows."""
@@ -32,9 +31,6 @@ class LanceTables:
             groups, rest = divmod(fragment.count_rows(), _GROUP_ROWS)
             schema = fragment.scanner(blob_handling="all_binary").projected_schema
             return TableFile(place=place, group_sizes=[_GROUP_ROWS] * groups + [rest], schema=schema)
-
-    def shared_types(self, schemas: Sequence[pa.Schema], *, where: str) -> None:
-        """Return None: the table has its own types."""
 
     def read(
         self, place: Place, names: Sequence[str], types: pa.Schema | None, *, start: int, stop: int

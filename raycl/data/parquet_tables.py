@@ -8,12 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raycl.data.columns import ColumnNames
-from raycl.data.tables import BATCH_ROWS, TableFile, reading
+from raycl.data.tables import BATCH_ROWS, TableFile, TableFormat, reading
 from raycl.storage import Place, check_plain
 
 
 @final
-class ParquetTables:
+class ParquetTables(TableFormat):
     """Parquet: the files know their types and the number of their rows, and are read by row groups."""
 
     name = "parquet"
@@ -25,9 +25,6 @@ class ParquetTables:
             metadata = file.metadata
             sizes = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
             return TableFile(place=place, group_sizes=sizes, schema=file.schema_arrow)
-
-    def shared_types(self, schemas: Sequence[pa.Schema], *, where: str) -> None:
-        """Return None: each file has its own types."""
 
     def read(
         self, place: Place, names: Sequence[str], types: pa.Schema | None, *, start: int, stop: int

@@ -35,17 +35,13 @@ class TableFile:
 
 
 class TableFormat(Protocol):
-    """A format of files of rows. All methods raise ``StorageError``, and ``DataError`` for a broken file."""
+    """A format of files of rows: its name in messages, and the ends of file names.
 
-    @property
-    def name(self) -> str:
-        """The name, as in messages."""
-        ...
+    All methods raise ``StorageError``, and ``DataError`` for a broken file.
+    """
 
-    @property
-    def endings(self) -> tuple[str, ...]:
-        """The ends of file names."""
-        ...
+    name: str
+    endings: tuple[str, ...] = ()
 
     def inspect(self, place: Place, columns: ColumnNames) -> TableFile:
         """Count the rows and find the types of the columns."""
@@ -53,7 +49,7 @@ class TableFormat(Protocol):
 
     def shared_types(self, schemas: Sequence[pa.Schema], *, where: str) -> pa.Schema | None:
         """Return the types with which all files are read, from the types of each; None if the files know them."""
-        ...
+        return None
 
     def read(
         self, place: Place, names: Sequence[str], types: pa.Schema | None, *, start: int, stop: int

@@ -24,6 +24,7 @@ from raycl.data.tables import (
     IDS_AND_LABELS,
     INT64,
     TableFile,
+    TableFormat,
     chosen,
     is_integer,
     reading,
@@ -49,7 +50,7 @@ _END = tarfile.EOFHeaderError  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @final
-class TarTables:
+class TarTables(TableFormat):
     """Tars, plain or compressed. A file's ending is its column, and so is each key of a JSON file.
 
     A column that a sample lacks is a missing value. Ids and labels in files are integers if all of a column are, else
