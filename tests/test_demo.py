@@ -33,7 +33,7 @@ def digits(first: int, last: int) -> InMemoryDataset:
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 7, 8, 200])
 def test_the_batch_divides_over_any_number_of_workers(workers: int, tmp_path: Path) -> None:
-    batch_size = plan_demo(str(tmp_path), workers=workers, epochs=1).config.stages[0].batch_size
+    batch_size = plan_demo(str(tmp_path), workers=workers, epochs=1).stages[0].batch_size
     assert batch_size % workers == 0
     assert workers > 128 or 120 <= batch_size <= 128
 
@@ -57,7 +57,7 @@ def test_a_stopped_demo_says_how_to_finish_its_run(tmp_path: Path, monkeypatch: 
     with pytest.raises(
         StoppedError, match="^the run was stopped after step 3; finish the run with `"
     ) as caught:
-        run_demo(plan_demo(str(place), workers=1, epochs=1))
+        run_demo(str(place), plan_demo(str(place), workers=1, epochs=1))
     assert caught.value.signum == signal.SIGINT
     _, *arguments = shlex.split(str(caught.value).split("`")[1])
     monkeypatch.setattr("raycl.ray_runtime.prestart_ray", lambda *_, **__: None)

@@ -71,7 +71,7 @@ def demo(
     """Pretrain on scikit-learn's handwritten digits, evaluate the encoder, and plot its neighbors."""
     from raycl.demo.plan import plan_demo
 
-    plan = plan_demo(output, workers=workers, epochs=epochs)
+    config = plan_demo(output, workers=workers, epochs=epochs)
     from raycl.provenance import typed
     from raycl.ray_runtime import prestart_ray
 
@@ -79,7 +79,7 @@ def demo(
     from raycl.demo.run import run_demo
 
     with typed(sys.argv):
-        run_demo(plan, debug=debug)
+        run_demo(output, config, debug=debug)
 
 
 @app.command()

@@ -1,8 +1,5 @@
 """The plan of the demo, checked before torch is imported and Ray starts."""
 
-from dataclasses import dataclass
-from typing import final
-
 from raycl.config import RunConfig
 from raycl.config.overrides import override
 from raycl.demo.digits import ANGLES, CANVAS
@@ -15,23 +12,17 @@ from raycl.storage import Place
 RUN = "run"
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class DemoPlan:
-    """A writable folder, and the configuration of the run below it."""
+def plan_demo(output: str, *, workers: int, epochs: int) -> RunConfig:
+    """Check the output, and return the configuration of the run below it.
 
-    place: Place
-    config: RunConfig
-
-
-def plan_demo(output: str, *, workers: int, epochs: int) -> DemoPlan:
-    """Check the output; raises ``ConfigError`` if it holds an earlier demo, or ``StorageError``."""
+    Raises ``ConfigError`` if it holds an earlier demo, or ``StorageError``.
+    """
     config = _config(workers=workers, epochs=epochs)
     place = Place(output)
     if (place / RUN / CONFIG).exists():
         raise ConfigError(f"{output} holds an earlier demo; give another --output or remove it")
     place.check_writable()
-    return DemoPlan(place=place, config=config)
+    return config
 
 
 def _config(*, workers: int, epochs: int) -> RunConfig:

@@ -14,10 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from raycl.config import RunConfig
 from raycl.data.images import ImageFormat
 from raycl.data.in_memory import InMemoryDataset, pixels_of
 from raycl.demo.digits import CANVAS, write_digits
-from raycl.demo.plan import RUN, DemoPlan
+from raycl.demo.plan import RUN
 from raycl.errors import StoppedError
 from raycl.evaluation.embed import embed
 from raycl.evaluation.knn import knn_accuracy, nearest
@@ -28,6 +29,7 @@ from raycl.inference.reading import read_images
 from raycl.models.encoder_io import ImageEncoder
 from raycl.records import CONFIG
 from raycl.report.writer import reported
+from raycl.storage import Place
 from raycl.training.launch import train
 
 LABELS_PER_CLASS = 10
@@ -45,12 +47,12 @@ class Representation:
     test: Tensor
 
 
-def run_demo(plan: DemoPlan, *, debug: bool = False) -> dict[str, dict[str, float]]:
-    """Run the plan; return kNN and linear accuracy of each representation.
+def run_demo(output: str, config: RunConfig, *, debug: bool = False) -> dict[str, dict[str, float]]:
+    """Run the demo as planned; return kNN and linear accuracy of each representation.
 
     Raises the errors of ``raycl.train``.
     """
-    console, place = Console(), plan.place
+    console, place = Console(), Place(output)
     train_uri, test_uri = write_digits(place)
     console.print(
         f"digits of scikit-learn, placed at random on {CANVAS}x{CANVAS} pixels: {place}", soft_wrap=True
@@ -59,10 +61,10 @@ def run_demo(plan: DemoPlan, *, debug: bool = False) -> dict[str, dict[str, floa
     run = (place / RUN).uri
     try:
         with reported(run):
-            result = train(plan.config, data=[train_uri], output=run, debug=debug)
+            result = train(config, data=[train_uri], output=run, debug=debug)
     except StoppedError as error:
-        config = (place / RUN / CONFIG).uri
-        command = ["raycl", "train", config, "--data", train_uri, "--output", run, "--resume"]
+        saved = (place / RUN / CONFIG).uri
+        command = ["raycl", "train", saved, "--data", train_uri, "--output", run, "--resume"]
         stopped = str(error).partition(";")[0]
         raise StoppedError(f"{stopped}; finish the run with `{shlex.join(command)}`", error.signum) from None
     console.print(

@@ -1,7 +1,6 @@
 """A short version of the demo: placed digits, a trained encoder, a table and a picture."""
 
 import io
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -42,8 +41,8 @@ def test_digits_are_equal_for_equal_seeds_and_cover_the_canvas(tmp_path: Path) -
 @pytest.mark.usefixtures("ray_cluster")
 def test_the_demo_ends_with_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "demo"
-    plan = plan_demo(str(output), workers=1, epochs=1)
-    scores = run_demo(replace(plan, config=override(plan.config, {"encoder.width": 0.125})))
+    config = plan_demo(str(output), workers=1, epochs=1)
+    scores = run_demo(str(output), override(config, {"encoder.width": 0.125}))
     assert list(scores) == ["raw pixels", "untrained encoder", "trained encoder"]
     for score in scores.values():
         assert 0.1 < score["linear"] < 1.0
