@@ -1,7 +1,6 @@
 """Render the templates of pages."""
 
 import re
-from importlib import resources
 from typing import Any
 
 import jinja2
@@ -12,15 +11,14 @@ def render_template(name: str, **values: Any) -> str:
     """Return the page of the template ``name`` with these values; everything but our own drawings is escaped."""
     # Names, labels, texts and errors come from users.
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_template),
+        loader=jinja2.PackageLoader("raycl.report"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters["breakable"] = _breakable
-    style = Markup(_template("style.css"))
-    page = environment.get_template(name).render(style=style, **values)
+    page = environment.get_template(name).render(**values)
     # Lone surrogates, for example from file names that are not UTF-8, cannot be encoded.
     return page.encode("utf-8", "replace").decode("utf-8")
 
@@ -28,7 +26,3 @@ def render_template(name: str, **values: Any) -> str:
 def _breakable(text: object) -> Markup:
     """Let a long path break after its slashes instead of in the middle of a word; samples/s stays whole."""
     return Markup(re.sub(r"/(?=[^/]{2})", "/<wbr>", escape(str(text))))
-
-
-def _template(name: str) -> str:
-    return resources.files("raycl.report").joinpath("templates", name).read_text("utf-8")
