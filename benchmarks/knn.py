@@ -14,7 +14,7 @@ import torch
 from measuring import Line, apart, cost, make_parser, report, table
 from torch import Tensor
 
-from raycl.evaluation import knn_predict
+from raycl.evaluation.knn import knn_predict
 
 NUM_QUERIES, DIM, NUM_CLASSES = 10_000, 128, 100
 K, TEMPERATURE = 200, 0.07

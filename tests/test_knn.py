@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from raycl.errors import ConfigError, DataError, RayclError
 from raycl.evaluation import knn as knn_module
-from raycl.evaluation import knn_accuracy, knn_predict, nearest
 from raycl.evaluation import linear as linear_module
+from raycl.evaluation.knn import knn_accuracy, knn_predict, nearest
 from raycl.evaluation.linear import linear_accuracy
 from tests.test_floors import modules_imported_by
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from raycl.errors import ConfigError, DataError, RayclError
-from raycl.evaluation import knn, metrics, nearest
+from raycl.evaluation import knn, metrics
 from raycl.evaluation import search as search_module
+from raycl.evaluation.knn import nearest
 from raycl.evaluation.metrics import average_precision, retrieval_scores
 from raycl.evaluation.search import fuse, search
 from tests.pretend_gpu import pretend_gpu
