@@ -11,7 +11,6 @@ from itertools import compress
 from typing import Any, final
 
 import numpy as np
-import pyarrow as pa
 import ray
 from numpy.typing import NDArray
 
@@ -55,7 +54,7 @@ def connect_unless_small(
 ) -> None:
     """Connect to Ray, which takes seconds, unless the rows are small and neither a GPU nor a cluster is asked for.
 
-    Without Ray, :func:`decoded_tables` and :func:`raycl.inference.embed.embedded_tables` work in this process.
+    Without Ray, :func:`read_images` and :func:`raycl.inference.embed.embedded_tables` work in this process.
     Waits for a GPU that a cluster starts on demand; raises ``ConfigError`` if there is none.
     """
     # Also if Ray was started elsewhere, since this makes Ray Data keep the order of rows.
@@ -116,15 +115,11 @@ def read_images(
         max_invalid_fraction=max_invalid_fraction,
         quiet=quiet,
     ) as decoder:
-        tables = decoded_tables(source, decoder)
+        if ray.is_initialized():
+            tables = fetch_tables(decode_source(source, decoder))
+        else:
+            tables = list(decode_here(source.fragments, partial(source.read, keep=keep), decoder))
     return InMemoryDataset(tables, formats)
-
-
-def decoded_tables(source: Source, decoder: Decoder) -> list[pa.Table]:
-    """Return all decoded rows of a source, in order."""
-    if ray.is_initialized():
-        return fetch_tables(decode_source(source, decoder))
-    return list(decode_here(source.fragments, partial(source.read, keep=decoder.keep), decoder))
 
 
 @final
