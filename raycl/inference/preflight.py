@@ -26,12 +26,6 @@ MEASURES: dict[str, dict[str, type]] = {
     "retrieval": {"queries": str, "documents": str, "examples": int, "baseline": bool},
     "sts": {"text": str, "baseline": bool},
 }
-_NOT_IN_SET = {
-    "knn": ("columns", "network"),
-    "linear": ("columns", "network"),
-    "retrieval": ("columns", "network"),
-    "sts": ("network",),
-}
 _VALID: dict[str, tuple[Callable[[Any], bool], str]] = {
     "k": (lambda value: value >= 1, "at least 1"),
     "labels_per_class": (lambda value: value >= 1, "at least 1"),
@@ -72,7 +66,7 @@ def check_index(index: str | None) -> None:
 
 def check_options(measure: str, given: Mapping[str, object]) -> None:
     """Raise ``ConfigError`` for an option that a measure does not have, of another type or out of range."""
-    known = {*MEASURES[measure], *_NOT_IN_SET[measure]}
+    known = {*MEASURES[measure], "network"} | ({"columns"} if measure != "sts" else set())
     if unknown := sorted({*given} - known):
         raise ConfigError(
             f"evaluate {measure} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}"
