@@ -2,7 +2,6 @@
 
 import json
 import re
-from typing import Any
 
 import safetensors.torch
 from torchvision.models import VisionTransformer
@@ -34,7 +33,8 @@ def timm_files(encoder: ImageEncoder) -> dict[str, bytes]:
     has no classifier and returns the representation. Raises ``ConfigError`` for a network that timm does not have.
     """
     network, layers = network_and_head(encoder, "timm")
-    spec, is_vit = encoder.spec, isinstance(network, VisionTransformer)
+    spec = encoder.spec
+    is_vit = isinstance(network, VisionTransformer)
     _check(spec, network)
     last = "head" if is_vit else "fc"
     num_classes = spec.representation_dim if layers else 0
@@ -44,7 +44,7 @@ def timm_files(encoder: ImageEncoder) -> dict[str, bytes]:
     config = {
         "architecture": f"{spec.name.removesuffix('_32')}_patch16_224" if is_vit else spec.name,
         "num_classes": num_classes,
-        "model_args": _arguments(network),
+        "model_args": {"patch_size": network.patch_size, "embed_dim": network.hidden_dim} if is_vit else {},
         "pretrained_cfg": {
             "input_size": [spec.channels, spec.image_size, spec.image_size],
             "fixed_input_size": is_vit,
@@ -82,13 +82,6 @@ def _check(spec: ImageEncoderSpec, network: ResNet | VisionTransformer) -> None:
         raise ConfigError(
             f"cannot export to timm: {cause}; use --to torchvision, which writes the network too"
         )
-
-
-def _arguments(network: ResNet | VisionTransformer) -> dict[str, Any]:
-    """Return the arguments of a network that its name does not imply."""
-    if isinstance(network, VisionTransformer):
-        return {"patch_size": network.patch_size, "embed_dim": network.hidden_dim}
-    return {}
 
 
 def _name_in_timm(name: str) -> str:

@@ -99,7 +99,7 @@ def network_and_head(
     if encoder.spec.projection_head is not None:
         network, head = network.children()
         layers = list(head.children())
-    _check(encoder.spec, network, package)
+    _check(encoder.spec, package)
     assert isinstance(network, ResNet | VisionTransformer)
     if encoder.spec.whitened:
         layers = [getattr(network, last_layer(encoder.spec.name))]
@@ -114,7 +114,7 @@ def weights_of(network: nn.Module, layers: list[nn.Module], last: str) -> dict[s
     return {name: value.detach().cpu() for name, value in weights.items()}
 
 
-def _check(spec: ImageEncoderSpec, network: nn.Module, package: str) -> None:
+def _check(spec: ImageEncoderSpec, package: str) -> None:
     """Raise ``ConfigError`` unless torchvision's parts can build the encoder."""
     num_layers = spec.projection_head.num_layers if spec.projection_head else 0
     cause = None
