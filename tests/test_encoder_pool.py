@@ -85,7 +85,7 @@ class FakeLauncher:
 
 async def pool_of(launcher: FakeLauncher, least: int = 1, most: int = 1, **options: Any) -> PoolActor:
     """Return a pool with weights 7 of step 3 whose first encoders are ready."""
-    pool = PoolActor(launcher, least, most, **options)
+    pool = PoolActor(launcher, least, most, **options)  # type: ignore[arg-type]
     await begin(pool, 3, 7)
     await asyncio.sleep(0)
     return pool
@@ -102,7 +102,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
 def test_a_request_is_encoded_with_the_newest_weights_and_stamped_with_their_step() -> None:
     async def check() -> None:
-        pool = PoolActor(FakeLauncher(), 1, 1)
+        pool = PoolActor(FakeLauncher(), 1, 1)  # type: ignore[arg-type]
         await pool.publish("restarted", 3, [7, None])  # without begin, as after a restart of the pool
         await asyncio.sleep(0)
         first = await pool.encode([10], {})
@@ -148,9 +148,9 @@ def test_an_actor_loads_weights_of_another_version_and_no_others() -> None:
 def test_a_pool_without_weights_or_encoders_answers_none_at_once() -> None:
     async def check() -> None:
         launcher = FakeLauncher()
-        assert await PoolActor(launcher, 1, 1).encode([10], {}) is None
+        assert await PoolActor(launcher, 1, 1).encode([10], {}) is None  # type: ignore[arg-type]
         assert launcher.num_started == 0
-        pool = PoolActor(FakeLauncher(), 1, 1)
+        pool = PoolActor(FakeLauncher(), 1, 1)  # type: ignore[arg-type]
         await begin(pool, 3, 7)
         assert await pool.encode([10], {}) is None  # the encoder still starts
 
@@ -159,7 +159,7 @@ def test_a_pool_without_weights_or_encoders_answers_none_at_once() -> None:
 
 def test_weights_of_an_earlier_attempt_are_ignored() -> None:
     async def check() -> None:
-        pool = PoolActor(FakeLauncher(), 1, 1)
+        pool = PoolActor(FakeLauncher(), 1, 1)  # type: ignore[arg-type]
         await pool.begin("earlier")
         await begin(pool, 3, 7)
         await pool.publish("earlier", 9, [6, None])
@@ -599,7 +599,7 @@ def test_a_pool_that_grows_again_and_again_shrinks_ever_more_rarely(clock: Clock
 
 def test_a_pool_that_grows_twice_after_it_shrank_waits_only_four_times_as_long() -> None:
     async def check() -> None:
-        pool, num_calm = PoolActor(FakeLauncher(), 1, 5), 0
+        pool, num_calm = PoolActor(FakeLauncher(), 1, 5), 0  # type: ignore[arg-type]
         for change in (pool._grow, pool._shrink, pool._grow, pool._grow):
             change()
         while pool._target == 3:

@@ -16,7 +16,7 @@ from raycl.errors import ConfigError
 from raycl.recipes import recipe
 from raycl.training.driver import check_cluster, cpus_of_a_worker, encoders_that_fit, workers_that_fit
 from raycl.training.encoder_pool import Encoded
-from raycl.training.key_encoders import MIXED_BATCHES, KeyClient, KeyEncoder, StageSettings, rows_of
+from raycl.training.key_encoders import MIXED_BATCHES, KeyClient, KeyEncoder, rows_of
 from raycl.training.pools import prepare_encoder
 from raycl.training.step import train_step
 from raycl.training.views import Views
@@ -71,8 +71,7 @@ class Run:
         self.client.begin(self.momentum_encoder.tower, step=0)
 
     def views(self, num_steps: int) -> Iterator[Views]:
-        settings = StageSettings.of(self.worker.config, self.worker.stage)
-        batches = self.client.sent_ahead(self.worker.batches(num_steps), settings, epoch=0, start=0)
+        batches = self.client.sent_ahead(self.worker.batches(num_steps), self.worker.stage, epoch=0, start=0)
         return self.worker.maker.views(batches)
 
     def publish(self, step: int) -> None:
@@ -87,9 +86,7 @@ def test_keys_of_a_pool_equal_keys_of_the_worker_if_rows_share_no_statistics(
     run = Run("moco_v2", GROUP | settings)
     learner = run.worker.learner
     size = run.worker.stage.image_size
-    batches = run.client.sent_ahead(
-        run.worker.batches(3), StageSettings.of(run.worker.config, run.worker.stage), epoch=0, start=0
-    )
+    batches = run.client.sent_ahead(run.worker.batches(3), run.worker.stage, epoch=0, start=0)
     for step, views in enumerate(run.worker.maker.views(batches, image_size=size)):
         pooled = learner.embed(views, step=step, take_keys=run.client.take)
         own = learner.embed(views, step=step)
@@ -146,8 +143,7 @@ def test_requests_mix_the_rows_of_several_batches_if_rows_share_statistics() -> 
         batch.sample_id[:] = np.arange(ROWS) + number * ROWS
     # Batches of several data sets may be of several passes.
     batches = [replace(batch, epoch=number % 3) for number, batch in enumerate(batches)]
-    settings = StageSettings.of(run.worker.config, run.worker.stage)
-    list(run.client.sent_ahead(iter(batches), settings, epoch=0, start=0))
+    list(run.client.sent_ahead(iter(batches), run.worker.stage, epoch=0, start=0))
     sent = [request.sample_id for request in run.pool.requests]
     whole, rest = sent[:MIXED_BATCHES], sent[MIXED_BATCHES:]
     assert [len(each) for each in sent] == [ROWS] * (MIXED_BATCHES + 2)

@@ -78,20 +78,10 @@ class ExampleIds:
 
     def on(self, device: torch.device) -> Self:
         """Return the ids on a device, in one transfer, and in another one the guide's rows."""
-        fields = (
-            "query",
-            "key",
-            "negative",
-            "label",
-            "weight",
-            "key_name",
-            "negative_name",
-            "names",
-            "name_ids",
-        )
-        moved = upload([getattr(self, field) for field in fields], device)
+        own = {name: each for name, each in vars(self).items() if isinstance(each, Tensor)}
+        moved = dict(zip(own, upload([*own.values()], device), strict=True))
         guide = None if self.guide is None else self.guide.on(device)
-        return replace(self, **dict(zip(fields, moved, strict=True)), guide=guide)
+        return replace(self, **moved, guide=guide)
 
 
 def mean_one(weight: Tensor) -> Tensor:

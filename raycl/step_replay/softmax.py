@@ -20,7 +20,7 @@ from raycl.losses.example_ids import ExampleIds
 from raycl.losses.false_negatives import query_mask
 from raycl.losses.info_nce import InfoNce
 from raycl.losses.nt_xent import NtXent
-from raycl.losses.objective import Objective, StoreBatch
+from raycl.losses.objective import Objective, StoreBatch, positive_of
 from raycl.losses.tiled import spans
 
 _LOSSES = {"nt_xent", "info_nce", "clip"}
@@ -226,9 +226,7 @@ def _side_of_queries(
 ) -> Side:
     """InfoNCE: queries against keys, and explicit and stored negatives."""
     stored, ids = inputs.stored, inputs.ids
-    positives = stored.key if inputs.key is None else inputs.key
-    assert positives is not None, "every query has a key or a slot"
-    query, key = _double(inputs.query), _double(positives)
+    query, key = _double(inputs.query), _double(positive_of(inputs.key, stored))
     others = query[:0] if stored.negatives is None else _double(stored.negatives)
     num_stored = 0 if stored.negative_step is None else len(stored.negative_step)
     num_explicit = len(others) - num_stored

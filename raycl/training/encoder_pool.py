@@ -77,23 +77,6 @@ class EncoderActor:
         return self._encoder.encode(rows, **how)
 
 
-class Launcher(Protocol):
-    """Starts and stops encoders."""
-
-    @property
-    def needs(self) -> str:
-        """Return the resources that an encoder waits for."""
-        ...
-
-    def start(self, build: Any) -> Any:
-        """Return the handle of a new encoder; ``build`` refers to the function that builds it."""
-        ...
-
-    def stop(self, encoder: Any) -> None:
-        """End an encoder."""
-        ...
-
-
 @final
 @dataclass(frozen=True)
 class ActorLauncher:
@@ -112,7 +95,7 @@ class ActorLauncher:
         return " and ".join(needs) + (f" on a node labeled {', '.join(labels)}" if labels else " on one node")
 
     def start(self, build: Any) -> Any:
-        """Return the handle of a new actor, which may have to wait for its resources."""
+        """Return the handle of a new actor, which may have to wait; ``build`` refers to what builds the encoder."""
         return ray.remote(EncoderActor).options(**self.options).remote(build)
 
     def stop(self, encoder: Any) -> None:
@@ -139,7 +122,7 @@ class PoolActor:
 
     def __init__(
         self,
-        launcher: Launcher,
+        launcher: ActorLauncher,
         least: int,
         most: int,
         report: Callable[[str], object] = lambda _: None,

@@ -5,7 +5,7 @@ import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, final
+from typing import final
 
 import numpy as np
 import torch
@@ -47,18 +47,6 @@ BATCH_SIZE = 256
 MAX_PIXEL_ROWS = 10_000  # of the bank, for the baseline: a row of pixels has thousands of columns
 NUM_COMPARED = 400  # samples whose views are compared, each with all others
 THUMBNAIL = 64  # pixels of the longer side
-
-
-class Evaluator(Protocol):
-    """Periodic evaluation of the towers; collective."""
-
-    def measure(self, towers: Towers, device: torch.device) -> dict[str, float]:
-        """Return the metrics to log, the most important first."""
-        ...
-
-    def baseline(self, device: torch.device) -> dict[str, float]:
-        """Return the same metrics without an encoder, named ``baseline_*``; empty if there is no such comparison."""
-        ...
 
 
 @final
@@ -205,8 +193,12 @@ class RetrievalEvaluator:
 
 def build_evaluator(
     job: Job, config: RunConfig, rows: InMemoryDataset, transform: Transform
-) -> Evaluator | None:
-    """Return the evaluator of the run; None unless the run is evaluated and each worker has a row."""
+) -> KnnEvaluator | RetrievalEvaluator | None:
+    """Return the evaluator of the run; None unless the run is evaluated and each worker has a row.
+
+    All workers call its methods together. ``measure`` returns the most important metric first, ``baseline`` the same
+    ones without an encoder, if there is such a comparison.
+    """
     if not job.is_evaluated:
         return None
     bank, test = rows.where(job.holdout.is_reference), rows.where(job.holdout.is_test)

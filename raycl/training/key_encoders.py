@@ -2,8 +2,7 @@
 
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -24,6 +23,7 @@ from raycl.tokenization import Vocabulary
 from raycl.training.encoder_pool import EncoderPool, Request, Weights
 from raycl.training.pools import prepare_encoder
 from raycl.training.process import autocast
+from raycl.training.train_state import EmbedConfig
 from raycl.training.transforms import build_transform
 from raycl.training.views import PoolKeys, stacked
 
@@ -76,26 +76,6 @@ class KeyEncoder:
         return keys.unflatten(0, (len(views), -1)).cpu().numpy()
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class StageSettings:
-    """The settings of a stage that the encoding of keys depends on."""
-
-    image_size: int | None = None
-    rows_per_group: int | None = None
-    chunk_size: int | None = None
-
-    @classmethod
-    def of(cls, config: RunConfig, stage: Stage) -> "StageSettings":
-        """Return the settings of a stage; ``config`` has a fixed number of workers."""
-        is_shuffled = config.batchnorm == "shuffled"
-        return cls(
-            image_size=stage.image_size,
-            rows_per_group=config.rows_per_group(stage) if is_shuffled else None,
-            chunk_size=stage.chunk_size,
-        )
-
-
 class _Part(NamedTuple):
     """Rows of a batch in a request: their places there, and in the batch."""
 
@@ -116,7 +96,7 @@ class KeyClient:
     def __init__(self, pool: EncoderPool, config: RunConfig, device: torch.device) -> None:
         """``config`` has the number of workers of this group."""
         settings = config.momentum_encoder
-        self._pool, self._device, self._seed = pool, device, config.seed
+        self._pool, self._config, self._device = pool, config, device
         self._max_age, self._ahead, self._every = settings.max_age, settings.ahead, settings.publish_every
         self._num_mixed = MIXED_BATCHES if config.has_batchnorm else 1
         # Workers that encode a batch together must agree that they do.
@@ -155,9 +135,15 @@ class KeyClient:
             self._send_arrived()
 
     def sent_ahead(
-        self, batches: Iterator[Batch], settings: StageSettings, *, epoch: int, start: int
+        self, batches: Iterator[Batch], stage: Stage, *, epoch: int, start: int
     ) -> Iterator[Batch]:
         """Yield these batches, from batch ``start`` of an epoch on; each goes to the pool some steps before."""
+        embed = EmbedConfig.of(self._config, stage)
+        settings = {
+            "image_size": stage.image_size,
+            "rows_per_group": embed.rows_per_group,
+            "chunk_size": embed.chunk_size,
+        }
         self._pending.clear()
         drawn: deque[tuple[Batch, list[_Part]]] = deque()
         window: list[Batch] = []
@@ -221,13 +207,13 @@ class KeyClient:
         return batch
 
     def _send(
-        self, window: Sequence[Batch], settings: StageSettings, position: tuple[int, int]
+        self, window: Sequence[Batch], settings: Mapping[str, int | None], position: tuple[int, int]
     ) -> Iterator[tuple[Batch, list[_Part]]]:
         """Send the rows of these batches; yield each batch with its requests, none if it is not sent."""
         if len(window) < min(2, self._num_mixed):
             yield from ((batch, []) for batch in window)
             return
-        rng = np.random.default_rng((_PURPOSE, self._seed, rank(), *position))
+        rng = np.random.default_rng((_PURPOSE, self._config.seed, rank(), *position))
         size = len(window[0])
         order = np.arange(size) if len(window) == 1 else rng.permutation(len(window) * size)
         together = window[0] if len(window) == 1 else mixed(window, order)
@@ -235,7 +221,7 @@ class KeyClient:
         for begin in range(0, len(order), size):
             rows = together if len(window) == 1 else rows_of(together, slice(begin, begin + size))
             seed = int(rng.integers(2**63))
-            how = {"views": self._views, "seed": seed, **vars(settings)}
+            how = {"views": self._views, "seed": seed, **settings}
             requests.append(self._pool.encode(rows, waited_s=self._waited_s, caller=rank(), **how))
             self._waited_s = 0.0
         place = order.argsort()  # of each row of the window among the requests

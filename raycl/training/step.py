@@ -13,7 +13,7 @@ from raycl.distributed.device_copy import Download
 from raycl.distributed.step_timer import phase
 from raycl.errors import NonFiniteLossError
 from raycl.evaluation.embedding_metrics import MAX_ROWS, measure
-from raycl.losses.objective import Objective, ViewPair, mean_over_pairs
+from raycl.losses.objective import Objective, ViewPair, mean_over_pairs, positive_of
 from raycl.optim import set_learning_rate
 from raycl.training.process import autocast
 from raycl.training.stores import Store
@@ -92,9 +92,7 @@ def train_step(
         if stored.partition is not None:
             written = stored.partition.of_batch()
         store.start_download(written, views, embedded.key_step)
-    positive = stored.key if key is None else key
-    assert positive is not None, "every query has a key or a slot"
-    watched = _few(query, positive) if is_watched else None
+    watched = _few(query, positive_of(key, stored)) if is_watched else None
     with phase("loss"):
         # One collective for all: the workers must stop together, and a second one would slow each step.
         requests = torch.full_like(loss, 2 * stop_requested + check_requested)

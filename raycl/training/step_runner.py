@@ -14,7 +14,7 @@ from raycl.losses.objective import Objective
 from raycl.models.build import build_towers, leaves_parameters_unused
 from raycl.training.checkpoint import Restored
 from raycl.training.job import Job
-from raycl.training.key_encoders import KeyClient, StageSettings
+from raycl.training.key_encoders import KeyClient
 from raycl.training.mining import MinerClient
 from raycl.training.process import autocast, prepare_device
 from raycl.training.stages import Position, StagePlan, momentum_schedule, stage_plans
@@ -100,10 +100,7 @@ class StepRunner:
         sent_ahead = None
         if self.keys is not None:
             sent_ahead = partial(
-                self.keys.sent_ahead,
-                settings=StageSettings.of(self.config, plan.stage),
-                epoch=position.epoch,
-                start=position.epoch_step,
+                self.keys.sent_ahead, stage=plan.stage, epoch=position.epoch, start=position.epoch_step
             )
         self.towers.train()
         yield from self.epochs.views(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from raycl.training.encoder_pool import Encoded
-from raycl.training.key_encoders import KeyClient, StageSettings
+from raycl.training.key_encoders import KeyClient
 from tests.pretend_gpu import CPU
 from tests.pretended_steps import SMALL, Case, batch, configuration
 from tests.workers.processes import run_workers
@@ -27,7 +27,7 @@ def batches_with_keys(rank: int, num_workers: int, batchnorm: str) -> list[bool]
 
     client = KeyClient(SimpleNamespace(encode=encode), config, CPU)  # type: ignore[arg-type]
     drawn = (batch(config, step) for step in range(3))
-    sent = client.sent_ahead(drawn, StageSettings.of(config, config.stages[0]), epoch=0, start=0)
+    sent = client.sent_ahead(drawn, config.stages[0], epoch=0, start=0)
     return [client.take(step) is not None for step, _ in enumerate(sent)]
 
 
