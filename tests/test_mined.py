@@ -38,7 +38,8 @@ from raycl.training.driver import check_cluster
 from raycl.training.encoder_pool import Encoded
 from raycl.training.mined import MinedNegatives, MinedTable
 from raycl.training.miner import CorpusEncoder, Miner, MinerUpdate, Rows, Search
-from raycl.training.mining import MinerClient, document_bank_spec, start_miner
+from raycl.training.mining import MinerClient, start_miner
+from raycl.training.stores import bank_spec
 from raycl.training.transforms import PairTransform
 from tests.pairs import clicks, rows_of, small_config, vocabulary
 from tests.test_encoder_pool import give_a_noisy_core
@@ -531,7 +532,7 @@ def test_the_bank_of_documents_waits_for_a_shard_until_a_lost_node_is_replaced(
     autoscaling: bool, expected: float
 ) -> None:
     config = override(CONFIG, {"autoscaling": autoscaling})
-    spec = document_bank_spec(config, output="run", name="run", num_documents=9)
+    spec = bank_spec(config, output="run", name="run", num_samples=9)
     assert spec.timeout_s == expected
 
 

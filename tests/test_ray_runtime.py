@@ -452,14 +452,14 @@ def test_the_end_of_ray_does_not_hide_the_error_that_it_caused(
     def kill(actor: object) -> None:
         raise RaySystemError("Ray has not been started yet")
 
-    actor, spec = MagicMock(), SimpleNamespace(detached=False)
+    actor, spec = MagicMock(), SimpleNamespace(name="run", detached=False)
     monkeypatch.setattr("ray.kill", kill)
     monkeypatch.setattr("ray.put", lambda value: value)
     for module in (coordinator, encoder_pool):
         monkeypatch.setattr(module, "helper_actor", lambda kind, **_: actor)
     monkeypatch.setattr(banks, "bank_spec", lambda *_, **__: spec)
     monkeypatch.setattr(banks, "start_bank", lambda *_, **__: bank.Bank(spec, [actor, actor]))  # pyright: ignore
-    monkeypatch.setattr(banks, "_report", lambda *_: None)
+    monkeypatch.setattr(banks, "ray", MagicMock())
     job: Any = MagicMock(config=recipe("moco_v2"), output=Place("run"))
     opened: dict[str, contextlib.AbstractContextManager[Any]] = {
         "coordinator": coordinator.start_coordinator(),

@@ -32,7 +32,6 @@ from raycl.negatives.spec import BankSpec
 from raycl.storage import Place
 from raycl.training.data_module import known_tokenizer, must_stream
 from raycl.training.driver import check_cluster
-from raycl.training.mining import document_bank_spec
 from raycl.training.preflight import check_guide, check_streamed
 from raycl.training.stores import bank_spec
 
@@ -169,9 +168,7 @@ def bank_bytes(config: RunConfig, num_samples: int, *, num_documents: int = 0) -
     ``num_documents`` is the largest number of distinct documents that a miner may search.
     """
     if config.negatives.mined.num:
-        return _shard_bytes(
-            document_bank_spec(config, output="bank", name="bank", num_documents=num_documents)
-        )
+        return _shard_bytes(_bank_spec(config, num_documents))
     if config.negatives.store == "none" or config.bank.location == "worker":
         return []
     return _shard_bytes(_bank_spec(config, num_samples))

@@ -5,7 +5,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import ray
+from numpy.typing import NDArray
 
 from raycl.errors import ConfigError, StorageError
 from raycl.negatives.bank import Bank
@@ -14,7 +16,7 @@ from raycl.storage import Place
 from raycl.training.checkpoint import saved_steps
 from raycl.training.driver import Printer, encoders_that_fit
 from raycl.training.job import Job
-from raycl.training.mining import check_candidates, document_bank_spec, read_corpus, start_miner
+from raycl.training.mining import read_corpus, start_miner
 from raycl.training.stores import bank_spec
 
 
@@ -31,20 +33,12 @@ def open_bank(job: Job, report: Printer) -> Iterator[Bank | None]:
     if negatives.store == "none" or config.bank.location == "worker":
         yield None
         return
-    name = _bank_name(job.output)
-    spec = bank_spec(config, output=job.output.uri, name=name, num_samples=job.num_samples)
-    sample_id = job.load_sample_ids()
-    bank = start_bank(spec, sample_id, cluster_grows=config.autoscaling)
-    _report(bank, report)
-    try:
+    with _started(job, job.load_sample_ids(), report) as bank:
         yield bank
         try:
             bank.prune(sorted(saved_steps(job.output)))  # Ray Train has deleted checkpoints since
         except StorageError as error:
             report(f"old snapshots of the bank were not deleted: {error}")
-    finally:
-        if not spec.detached:
-            bank.stop()
 
 
 @contextlib.contextmanager
@@ -53,8 +47,8 @@ def open_miner(job: Job, report: Printer) -> Iterator[Job]:
 
     Yields the job with them.
     """
-    config = job.config
-    if config.negatives.mined.num == 0:
+    config, mined = job.config, job.config.negatives.mined
+    if mined.num == 0:
         yield job
         return
     corpus = matches = None
@@ -64,25 +58,31 @@ def open_miner(job: Job, report: Printer) -> Iterator[Job]:
     else:  # the documents are not known yet: a slot for each row
         document_ids = job.load_sample_ids()
         assert document_ids is not None, "a mined stream has the ids of its rows"
-    check_candidates(config, len(document_ids))
-    spec = document_bank_spec(
-        config, output=job.output.uri, name=_bank_name(job.output), num_documents=len(document_ids)
-    )
-    bank = start_bank(spec, document_ids, cluster_grows=config.autoscaling)
-    _report(bank, report)
-    try:
+    if mined.candidates >= len(document_ids):
+        raise ConfigError(
+            f"negatives.mined.candidates {mined.candidates} are not fewer than the {len(document_ids)} distinct "
+            "documents to train on; set it lower, or give more data"
+        )
+    with _started(job, document_ids, report) as bank:
         job = replace(job, corpus=corpus)
-        actors = encoders_that_fit(config, config.negatives.mined, streamed=job.stream is not None)
+        actors = encoders_that_fit(config, mined, streamed=job.stream is not None)
         with start_miner(job, matches, bank, document_ids, actors=actors) as (miner, pool):
             yield replace(job, miner=miner, mining_pool=pool)
+
+
+@contextlib.contextmanager
+def _started(job: Job, sample_id: NDArray[np.int64] | None, report: Printer) -> Iterator[Bank]:
+    """Start the run's bank of these samples, if not a queue, and stop it afterwards unless it is detached."""
+    num_samples = None if sample_id is None else len(sample_id)
+    spec = bank_spec(job.config, output=job.output.uri, name=_bank_name(job.output), num_samples=num_samples)
+    bank = start_bank(spec, sample_id, cluster_grows=job.config.autoscaling)
+    name, address = spec.name, ray.get_runtime_context().gcs_address
+    report(f"bank: {name} (raycl bank stats {name} --address {address})")
+    try:
+        yield bank
     finally:
         if not spec.detached:
             bank.stop()
-
-
-def _report(bank: Bank, report: Printer) -> None:
-    name, address = bank.spec.name, ray.get_runtime_context().gcs_address
-    report(f"bank: {name} (raycl bank stats {name} --address {address})")
 
 
 def _bank_name(output: Place) -> str:

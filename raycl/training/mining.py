@@ -15,13 +15,10 @@ from numpy.typing import NDArray
 from ray.exceptions import RayError
 from torch import Tensor
 
-from raycl.config import RunConfig
 from raycl.data.in_memory import InMemoryDataset
 from raycl.distributed import all_sum, rank
-from raycl.errors import ConfigError
 from raycl.models.towers import Towers
 from raycl.negatives.bank import Bank
-from raycl.negatives.spec import BankSpec
 from raycl.ray_runtime import helper_actor, kill_actors, without_stderr
 from raycl.training.corpus import Corpus, corpus_of_run
 from raycl.training.encoder_pool import EncoderPool
@@ -30,7 +27,6 @@ from raycl.training.job import Job
 from raycl.training.mined import MinedNegatives, MinedTable
 from raycl.training.miner import CorpusEncoder, CorpusUpdate, Miner, MinerUpdate
 from raycl.training.pools import open_pool
-from raycl.training.stores import shard_timeout_s
 
 _ASK_EVERY_S = 0.5
 _SHARED_BYTES = 64 * 2**20
@@ -52,35 +48,8 @@ def read_corpus(job: Job) -> tuple[ray.ObjectRef, ray.ObjectRef, NDArray[np.int6
     return corpus, matches, ray.get(ids)
 
 
-def check_candidates(config: RunConfig, num_documents: int) -> None:
-    """Raise ``ConfigError`` if there are too few documents, or rows of a stream."""
-    candidates = config.negatives.mined.candidates
-    if candidates >= num_documents:
-        raise ConfigError(
-            f"negatives.mined.candidates {candidates} are not fewer than the {num_documents} distinct documents to "
-            "train on; set it lower, or give more data"
-        )
-
-
 def _training_rows(job: Job) -> InMemoryDataset:
     return job.load_rows()[0].where(job.holdout.is_train)
-
-
-def document_bank_spec(config: RunConfig, *, output: str, name: str, num_documents: int) -> BankSpec:
-    """Return the spec of the bank of a miner's documents, whose rows are replaced."""
-    return BankSpec(
-        name=config.bank.name or name,
-        kind="memory_bank",
-        dim=config.projection_head.dim,
-        output=output,
-        capacity=num_documents,
-        dtype=config.bank.dtype,
-        seed=config.seed,
-        momentum=0.0,
-        num_shards=config.bank.shards,
-        detached=config.bank.detached,
-        timeout_s=shard_timeout_s(config),
-    )
 
 
 @contextlib.contextmanager

@@ -28,9 +28,8 @@ from raycl.training.views import Views
 
 
 def bank_spec(config: RunConfig, *, output: str, name: str, num_samples: int | None) -> BankSpec:
-    """Return the spec of the run's bank."""
-    kind = config.negatives.store
-    assert kind != "none", "a run without a store has no bank"
+    """Return the spec of the run's bank; without a store, it is the memory bank of a miner's documents."""
+    kind = "memory_bank" if config.negatives.store == "none" else config.negatives.store
     is_queue = kind == "queue"
     dim, dtype = _stored_row(config)
     return BankSpec(
@@ -46,13 +45,9 @@ def bank_spec(config: RunConfig, *, output: str, name: str, num_samples: int | N
         num_shards=1 if is_queue else config.bank.shards,
         detached=config.bank.detached,
         has_text_ids=config.has_text_ids,
-        timeout_s=shard_timeout_s(config),
+        # With autoscaling, the replacement of a lost node takes minutes.
+        timeout_s=max(config.bank.timeout_s, NEW_NODE_S if config.autoscaling else 0.0),
     )
-
-
-def shard_timeout_s(config: RunConfig) -> float:
-    """Return the seconds to wait for a shard; with autoscaling, the replacement of a lost node takes minutes."""
-    return max(config.bank.timeout_s, NEW_NODE_S if config.autoscaling else 0.0)
 
 
 def build_store(
