@@ -12,8 +12,7 @@ class LossSpec:
     """The requirements and capabilities of a loss, against which configurations are checked.
 
     Attributes:
-        objective: ``module:Class`` of the loss over all workers, a dataclass. Its fields are named as in
-            :class:`LossSettings`.
+        objective: ``module:Class`` of the loss over all workers, a dataclass. Losses share the names of its fields.
         fixed: the values of fields that are not settings.
         keys: supported sources of keys: ``tower`` (another view, or the other half of a pair),
             ``momentum_encoder``, ``memory_bank`` (the sample's own slot of a memory bank).
@@ -75,45 +74,19 @@ class LossSpec:
             return ("queue",)
         return ("none", "queue", "memory_bank") if self.stored_negatives else ("none",)
 
-    def build(self, settings: "LossSettings") -> Any:
-        """Return the objective."""
+    @property
+    def kind(self) -> Any:
+        """The class of the objective."""
         module, name = self.objective.split(":")
-        kind = getattr(importlib.import_module(module), name)
-        names = {each.name for each in fields(kind)}
-        used = {name: value for name, value in vars(settings).items() if name in names}
-        return kind(**used, **self.fixed)
+        return getattr(importlib.import_module(module), name)
 
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class LossSettings:
-    """The settings of an objective; each loss uses a subset.
-
-    ``temperature`` and ``bias`` are numbers or learned 0-d tensors; ``in_batch`` says whether the rows of
-    the batch are negatives, ``pairs`` whether queries and keys have separate ids, and ``learns_keys``
-    whether keys have a gradient. ``num_views`` is the number of views of a sample. ``log_frequency`` maps
-    ids of keys to the logarithm of their frequency, and ``refines_logq`` applies it as in Khrylchenko et
-    al. (2025); ``normalizer`` estimates NCE's constant for ``num_samples`` slots, which move by
-    ``bank_momentum``.
-    """
-
-    temperature: Any
-    bias: Any = 0.0
-    margin: float = 0.2
-    hardest: bool = False
-    in_batch: bool = True
-    pairs: bool = False
-    learns_keys: bool = True
-    view_mean: str = "geometric"
-    num_views: int = 2
-    teacher_temperature: float = 0.1
-    teacher_keys: bool = False
-    proximal_weight: float = 0.0
-    log_frequency: Any = None
-    refines_logq: bool = False
-    normalizer: Any = None
-    num_samples: int | None = None
-    bank_momentum: float = 0.5
+    def build(self, **settings: Any) -> Any:
+        """Return the objective, which uses the settings that it has a field for; each is a field of some loss."""
+        known = {each.name for spec in LOSSES.values() for each in fields(spec.kind)}
+        assert settings.keys() <= known, f"no loss has the settings {settings.keys() - known}"
+        names = {each.name for each in fields(self.kind)}
+        used = {name: value for name, value in settings.items() if name in names}
+        return self.kind(**used, **self.fixed)
 
 
 MIN_TEMPERATURE = 0.01  # of a learned temperature, as CLIP clips its scale at 100

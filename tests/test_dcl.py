@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from raycl.loss_specs import LOSSES, LossSettings
+from raycl.loss_specs import LOSSES
 from raycl.losses import dcl
 from raycl.losses.dcl import Dcl
 from raycl.losses.objective import StoreBatch
@@ -59,6 +59,10 @@ def test_equal_embeddings_have_the_collapsed_loss(objective: Dcl) -> None:
 
 
 def test_dclw_is_dcl_with_the_sigma_of_the_paper() -> None:
-    settings = LossSettings(temperature=0.1)
-    assert LOSSES["dcl"].build(settings) == Dcl(temperature=0.1)
-    assert LOSSES["dclw"].build(settings) == Dcl(temperature=0.1, sigma=0.5)
+    assert LOSSES["dcl"].build(temperature=0.1) == Dcl(temperature=0.1)
+    assert LOSSES["dclw"].build(temperature=0.1) == Dcl(temperature=0.1, sigma=0.5)
+
+
+def test_a_setting_that_no_loss_has_is_refused() -> None:
+    with pytest.raises(AssertionError, match="no loss has the settings {'sigmas'}"):
+        LOSSES["dclw"].build(temperature=0.1, sigmas=0.5)

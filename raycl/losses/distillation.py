@@ -142,7 +142,7 @@ class Distillation:
     """The similarities of a teacher over the pairs of all workers."""
 
     temperature: float | Tensor
-    teacher_temperature: float
+    teacher_temperature: float = 0.1
     teacher_keys: bool = False
 
     def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds) -> Tensor:

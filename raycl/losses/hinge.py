@@ -363,12 +363,15 @@ class _HardestNegative:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Hinge:
-    """Margin loss of each query's positive against gathered and stored negatives."""
+    """Margin loss of each query's positive against gathered and stored negatives.
 
-    margin: float
-    hardest: bool
-    in_batch: bool
-    learns_keys: bool
+    ``learns_keys`` says whether keys have a gradient.
+    """
+
+    margin: float = 0.2
+    hardest: bool = False
+    in_batch: bool = True
+    learns_keys: bool = True
     proximal_weight: float = 0.0
 
     def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds) -> Tensor:

@@ -269,7 +269,7 @@ class InfoNce:
     """
 
     temperature: float | Tensor
-    in_batch: bool
+    in_batch: bool = True
     pairs: bool = False
     proximal_weight: float = 0.0
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from raycl.distributed import gather, gather_detached, gather_uneven, num_workers, rank
-from raycl.loss_specs import LOSSES, MIXED, LossSettings
+from raycl.loss_specs import LOSSES, MIXED
 from raycl.losses.checks import check_pair, checked_weight
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.guide import Guide
@@ -162,14 +162,13 @@ def mean_over_pairs(
 def build_objective(loss: str, *, hinge_weight: float, **settings: Any) -> Objective:
     """Return the loss of this name over all workers, mixed with a hinge of weight ``hinge_weight``.
 
-    ``settings`` are the fields of :class:`~raycl.loss_specs.LossSettings`.
+    ``settings`` are the fields of the losses; each uses its own.
     """
-    given = LossSettings(**settings)
     if hinge_weight in (0.0, 1.0):
-        return LOSSES[MIXED if hinge_weight else loss].build(given)
+        return LOSSES[MIXED if hinge_weight else loss].build(**settings)
     return WeightedObjective(
-        cross_entropy=LOSSES[loss].build(given),
-        hinge=LOSSES[MIXED].build(given),
+        cross_entropy=LOSSES[loss].build(**settings),
+        hinge=LOSSES[MIXED].build(**settings),
         hinge_weight=hinge_weight,
     )
 

@@ -100,8 +100,8 @@ def mean_over_positives(
 class PolyView(ViewsObjective):
     """Each view against all views of other samples of the global batch; the other views are positives."""
 
-    view_mean: str
-    num_views: int
+    view_mean: str = "geometric"
+    num_views: int = 2
 
     def loss(self, batch: ViewBatch) -> Tensor:
         """Return the loss of checked views."""

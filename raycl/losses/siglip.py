@@ -198,7 +198,7 @@ class SigLip:
     """SigLIP over the pairs of all workers."""
 
     temperature: float | Tensor
-    bias: float | Tensor
+    bias: float | Tensor = 0.0
 
     def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds) -> Tensor:
         """Return the loss."""

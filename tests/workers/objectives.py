@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from raycl.distributed import RingTransfer, collectives
 from raycl.gradient_cache import embed_in_chunks
-from raycl.loss_specs import LOSSES, LossSettings
+from raycl.loss_specs import LOSSES
 from raycl.losses import NormalizingConstant
 from raycl.losses.example_ids import ExampleIds, IdExchange, mean_one
 from raycl.losses.guide import Guide
@@ -519,7 +519,7 @@ def build_objective(case: Case, temperature: Tensor, bias: Tensor) -> Objective:
     settings = {"pairs": case.pairs, "margin": MARGIN, **case.settings}
     settings |= {"num_samples": NUM_SLOTS, "normalizer": NormalizingConstant(NUM_SLOTS)}
     settings["bank_momentum"] = MOMENTUM
-    return LOSSES[case.loss].build(LossSettings(temperature=temperature, bias=bias, **settings))
+    return LOSSES[case.loss].build(temperature=temperature, bias=bias, **settings)
 
 
 def results(loss: Tensor, inputs: list[Tensor]) -> list[Tensor]:
