@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from raycl.augment import color
-from raycl.batchnorm import shuffled, synchronized
+from raycl.batchnorm import kernels, shuffled
 from raycl.distributed import device_copy
 from raycl.distributed.device_copy import Download
-from raycl.gradient_cache.chunked_batchnorm import statistics
 from raycl.losses import mutual, views
 from raycl.losses.objective import StoreBatch
 from raycl.models.temperature import LearnedTemperature
@@ -100,16 +99,13 @@ def nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-def batch_norm_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in (synchronized, statistics):
-        monkeypatch.setattr(place, "gradient_sums", sums_of_the_cpu)
-
-
 FAULTS: dict[str, tuple[str, int, Plant, str]] = {
     "a temperature stays on the host": (
         "simclr learned temperature", 2, replacing(LearnedTemperature, "to", lambda self, _: self), "NCCL sends no",
     ),
-    "BatchNorm goes back by the kernel of the CPU": ("simclr chunks", 1, batch_norm_of_the_cpu, "saved mean"),
+    "BatchNorm goes back by the kernel of the CPU": (
+        "simclr chunks", 1, replacing(kernels, "gradient_sums", sums_of_the_cpu), "saved mean",
+    ),
     "the step does not wait for the copy of its batch": (
         "simclr", 1, replacing(pretend_gpu.Stream, "wait_stream", nothing), "may still write",
     ),

@@ -4,10 +4,13 @@ Rows are [batch, channels, ...]; moments of disjoint parts, from pieces, chunks 
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
 
 _native_backward = torch.ops.aten.native_batch_norm_backward.default
 
@@ -111,14 +114,6 @@ def scale_of(weight: Tensor | None, mean: Tensor) -> Tensor:
     return torch.ones_like(mean) if weight is None else weight.detach().to(mean.dtype)
 
 
-def normalize(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float
-) -> Tensor:
-    """Normalize by the given statistics, without a graph."""
-    shift = torch.zeros_like(mean) if bias is None else bias.detach().to(mean.dtype)
-    return affine(x, scale_of(weight, mean), shift, mean, variance, eps)
-
-
 def gradient_sums(grad: Tensor, x: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
     """Return the sums of grad * normalized x and of grad, [2, channels]."""
     if x.numel() == 0:
@@ -156,3 +151,51 @@ def gradient_at_input(
     grad_x = affine(grad, scale, shift, level, variance, eps)
     add_scaled(grad_x, x, factor)
     return grad_x
+
+
+def normalize(
+    x: Tensor, layer: _BatchNorm, moments: Moments, at_input: Callable[..., Tensor | None] | None
+) -> Tensor:
+    """Normalize rows [rows, channels, ...] by the moments of their whole batch.
+
+    Weight and bias receive the gradients of these rows. The backward pass calls ``at_input`` with the arguments of
+    :func:`gradient_at_input`, of which the sums are of these rows only; it returns the gradient at ``x``, or None.
+    """
+    # The anchor makes autograd run the backward pass even if nothing else requires it.
+    anchor = None if at_input is None else torch.zeros((), requires_grad=True)
+    return _Normalize.apply(anchor, x, layer.weight, layer.bias, moments, layer.eps, at_input)  # pyright: ignore[reportReturnType]
+
+
+class _Normalize(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor | None,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        moments: Moments,
+        eps: float,
+        at_input: Callable[..., Tensor | None] | None,
+    ) -> Tensor:
+        mean, variance, _ = moments
+        scale = scale_of(weight, mean)
+        shift = torch.zeros_like(mean) if bias is None else bias.detach().to(mean.dtype)
+        ctx.save_for_backward(x, scale, *moments)
+        ctx.eps, ctx.at_input = eps, at_input
+        ctx.parameter_types = [None if each is None else each.dtype for each in (weight, bias)]
+        return affine(x, scale, shift, mean, variance, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, scale, *moments = ctx.saved_tensors
+        grad, moments = match_layout(grad, x), Moments(*moments)
+        sums = gradient_sums(grad, x, moments.mean, moments.variance, ctx.eps)
+        grad_x = None if ctx.at_input is None else ctx.at_input(grad, x, scale, moments, sums, ctx.eps)
+        grad_weight, grad_bias = (
+            # Copies: autograd adds to a parameter's gradient in place.
+            each.to(dtype, copy=True) if dtype else None
+            for each, dtype in zip(sums, ctx.parameter_types, strict=True)
+        )
+        return None, grad_x, grad_weight, grad_bias, None, None, None

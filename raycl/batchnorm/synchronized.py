@@ -20,13 +20,11 @@ from raycl.batchnorm.kernels import (
     Moments,
     check_count,
     gradient_at_input,
-    gradient_sums,
     local_moments,
     match_layout,
     merge,
     moments_of_batch,
     normalize,
-    scale_of,
     statistics_dtype,
 )
 from raycl.distributed import all_sum, gather_detached, num_workers
@@ -83,38 +81,16 @@ class SynchronizedBatchNorm(BatchNormBase):
             return _NormalizeOnDevice.apply(input, self.weight, self.bias, *buffers, self.eps, rate)  # pyright: ignore[reportReturnType]
         moments = moments_of_batch(merge(gather_detached(local_moments(input.detach()))), input)
         track(self, moments.mean, moments.unbiased_variance, rate)
-        return _Normalize.apply(input, self.weight, self.bias, moments, self.eps)  # pyright: ignore[reportReturnType]
+        # The gradients of weight and bias are of this worker: the caller averages or sums them over workers.
+        return normalize(input, self, moments, _at_input if input.requires_grad else None)
 
 
 SYNCHRONIZED = (SynchronizedBatchNorm, nn.SyncBatchNorm)
 
 
-class _Normalize(torch.autograd.Function):
-    """Normalize by moments that depend on the input of all workers."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, moments: Moments, eps: float
-    ) -> Tensor:
-        ctx.save_for_backward(x, scale_of(weight, moments.mean), *moments)
-        ctx.eps = eps
-        ctx.parameter_types = [None if each is None else each.dtype for each in (weight, bias)]
-        return normalize(x, weight, bias, moments.mean, moments.variance, eps)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, scale, *moments = ctx.saved_tensors
-        grad, moments = match_layout(grad, x), Moments(*moments)
-        local = gradient_sums(grad, x, moments.mean, moments.variance, ctx.eps)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = gradient_at_input(grad, x, scale, moments, all_sum(local), ctx.eps)
-        # The sums of this worker: the caller averages or sums the gradients over workers.
-        grad_weight, grad_bias = (
-            each.to(dtype) if dtype else None for each, dtype in zip(local, ctx.parameter_types, strict=True)
-        )
-        return grad_x, grad_weight, grad_bias, None, None
+def _at_input(grad: Tensor, x: Tensor, scale: Tensor, moments: Moments, sums: Tensor, eps: float) -> Tensor:
+    """Return the gradient at the input, given the sums of this worker."""
+    return gradient_at_input(grad, x, scale, moments, all_sum(sums), eps)
 
 
 class _NormalizeOnDevice(torch.autograd.Function):

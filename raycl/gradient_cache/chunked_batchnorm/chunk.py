@@ -12,10 +12,9 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from raycl.batchnorm.kernels import Moments, gradient_at_input, scale_of
+from raycl.batchnorm.kernels import Moments, gradient_at_input, normalize, scale_of
 from raycl.errors import ConfigError
 from raycl.gradient_cache.chunked_batchnorm.segments import Network, Segment
-from raycl.gradient_cache.chunked_batchnorm.statistics import normalize
 from raycl.gradient_cache.chunked_batchnorm.trace import WAYS_OUT, TracedNetwork
 from raycl.gradient_cache.recompute import RandomState, RecomputeCheck, sample
 
@@ -100,13 +99,20 @@ class Chunk:
         return _run_segment(self._network, segment, self.values, inputs, normalize_call)
 
     def _normalize(self, differentiable: set[Node], node: Node, x: Tensor) -> Tensor:
+        """Normalize by the moments of the whole batch.
+
+        The gradient at ``x`` depends on all chunks, so autograd gets none: ``_take_gradient`` computes it once the sums of
+        all chunks are known.
+        """
         source = node.all_input_nodes[0]
 
-        def record(*grad_and_sums: Tensor) -> None:
-            self._recorded[node] = grad_and_sums  # pyright: ignore[reportArgumentType]
+        def record(
+            grad: Tensor, x: Tensor, scale: Tensor, moments: Moments, sums: Tensor, eps: float
+        ) -> None:
+            self._recorded[node] = grad, sums
 
         layer, moments = self._network.trace.layers[node], self._statistics.moments[source]
-        return normalize(x, layer, moments, record if source in differentiable else None)
+        return normalize(x.detach(), layer, moments, record if source in differentiable else None)
 
     def _take_gradient(self, node: Node, value: Any) -> Tensor | None:
         """Return the gradient from later segments at a value, directly and through BatchNorms."""

@@ -13,7 +13,7 @@ between segments exist for the whole batch. So memory falls by less than with in
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 from typing import final
 
@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from raycl.batchnorm.base import count_batch, track
+from raycl.batchnorm.kernels import Moments, local_moments, merge, moments_of_batch
 from raycl.batchnorm.synchronized import SYNCHRONIZED
+from raycl.distributed import all_sum, gather_detached
 from raycl.errors import ConfigError
 from raycl.gradient_cache.chunked_batchnorm.chunk import Chunk, Statistics
 from raycl.gradient_cache.chunked_batchnorm.segments import Network, Segment
-from raycl.gradient_cache.chunked_batchnorm.statistics import local_moments, merge_moments, sum_over_workers
 from raycl.gradient_cache.chunked_batchnorm.trace import changes_itself
 from raycl.gradient_cache.recompute import RecomputeCheck, current_autocast
 
@@ -139,13 +140,13 @@ class ChunkedBatchNorm:
         for chunk in self._chunks:
             chunk.advance(segment)
             if values := [chunk.values[node] for node in segment.measured]:
-                moments.append(local_moments(values))
+                moments.append(torch.cat([local_moments(each.detach()) for each in values], dim=1))
                 first = first or values
             chunk.free(
                 [n for n in chunk.values if not (n in kept or self._network.is_read_after(n, segment))]
             )
         if moments:
-            merged = merge_moments(moments, first, over_workers=self._over_workers)
+            merged = _merge_moments(moments, first, over_workers=self._over_workers)
             self._statistics.moments |= dict(zip(segment.measured, merged, strict=True))
 
     def _backward_to_milestone(self, segments: list[Segment], differentiable: set[Node]) -> None:
@@ -170,9 +171,22 @@ class ChunkedBatchNorm:
                     sums[call] += each
             chunk.free([n for n in chunk.values if not self._network.is_read_before(n, segment)])
         totals = list(sums.values())
-        if self._over_workers:
-            totals = sum_over_workers(totals)
+        if self._over_workers and totals:
+            totals = all_sum(torch.cat(totals, dim=1)).split([each.shape[1] for each in totals], dim=1)
         self._statistics.sums |= dict(zip(calls, totals, strict=True))
+
+
+def _merge_moments(
+    chunks: Sequence[Tensor], values: Sequence[Tensor], *, over_workers: bool
+) -> list[Moments]:
+    """Merge the moments [1, numbers] of all chunks, over all workers by one collective; ``values`` are of one chunk.
+
+    Raises ``ValueError`` if the batch holds a single value per channel.
+    """
+    widths = [2 * value.shape[1] + 1 for value in values]
+    local = torch.cat([merge(part) for part in torch.cat(list(chunks)).split(widths, dim=1)], dim=1)
+    parts = (gather_detached(local) if over_workers else local).split(widths, dim=1)
+    return [moments_of_batch(merge(part), value) for part, value in zip(parts, values, strict=True)]
 
 
 @contextlib.contextmanager
