@@ -28,7 +28,14 @@ from raycl.losses.logq import checked_log_frequency, logit_biases, refined_row_l
 from raycl.losses.mutual import MutualSoftmax
 from raycl.losses.objective import StoreBatch, gathered
 from raycl.losses.ring import evaluate_mutual_ring, gather_ring_ids
-from raycl.losses.softmax import RowGroup, RowLoss, cross_entropy, evaluate_softmax, weighted
+from raycl.losses.softmax import (
+    RowGroup,
+    RowLoss,
+    cross_entropy,
+    evaluate_softmax,
+    subtract_positives,
+    weighted,
+)
 from raycl.losses.tiled import (
     BLOCK_ROWS,
     LOG2_E,
@@ -203,10 +210,7 @@ def _evaluate_local(
     if not with_gradient or not any(wanted):
         return loss, (None, None, None)
     gradients = mutual.gradients(of_queries.logsumexp, of_keys.logsumexp, wanted=wanted)
-    grad = (of_queries.positive_weight + of_keys.positive_weight)[:, None]
-    for gradient, positives in zip(gradients, (keys, queries), strict=True):
-        if gradient is not None:
-            gradient.addcmul_(grad, positives, value=-1)
+    subtract_positives(of_queries.positive_weight + of_keys.positive_weight, queries, keys, *gradients)
     return loss, scaled_gradients(queries, tuple(gradients), temperature, 2 * batch)
 
 
@@ -230,7 +234,7 @@ def _evaluate(
 
     ``refined`` is log Q of the local keys for the refined correction.
     """
-    group = RowGroup(slice(0, own.stop - own.start), positive=own.start)
+    group = RowGroup(slice(0, own.stop - own.start), excluded=(own.start,))
     to_keys = query_mask(pair_ids, own, negative_id, group.blocks, in_batch=True)
     to_queries = key_mask(pair_ids, own, group.blocks)
     loss_of_queries, loss_of_keys = row_losses
@@ -254,24 +258,29 @@ def _evaluate(
         (queries, keys, negatives, to_keys, biases, loss_of_queries, (at_queries, at_keys, at_negatives)),
         (keys, queries, negatives[:0], to_queries, None, loss_of_keys, (at_keys, at_queries, None)),
     )
-    loss = queries.new_zeros(())
+    scale, own_queries, own_keys = LOG2_E / temperature, queries[own], keys[own]
+    positive = (own_queries * scale * own_keys).sum(1)
+    loss, positive_weight = queries.new_zeros(()), torch.zeros_like(positive)
     for rows, columns, others, mask, of_columns, loss_of, (at_rows, at_columns, at_others) in directions:
         at_own = None if at_rows is None else torch.zeros_like(rows[own])
         softmax = evaluate_softmax(
             rows[own],
             columns,
             others,
+            positive=positive if of_columns is None else positive + of_columns[0][own],
             groups=(group,),
-            scale=LOG2_E / temperature,
+            scale=scale,
             bound=bound,
             mask=mask,
             biases=of_columns,
             row_loss=weighted(loss_of, weight),
             gradients=(at_own, at_columns, at_others),
         )
-        loss = loss + softmax.loss.mean()
+        loss, positive_weight = loss + softmax.loss.mean(), positive_weight + softmax.positive_weight
         if at_rows is not None and at_own is not None:
             at_rows[own] += at_own
+    of_own = (None if each is None else each[own] for each in (at_queries, at_keys))
+    subtract_positives(positive_weight, own_queries, own_keys, *of_own)
     # Every logit belongs to a query, so the gradient of the queries gives the gradient of the temperature.
     return loss / 2, scaled_gradients(queries, tuple(gradients), temperature, 2 * (own.stop - own.start))
 

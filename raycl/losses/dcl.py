@@ -86,13 +86,12 @@ def _similarity(view_a: Tensor, view_b: Tensor) -> Tensor:
 
 
 def decoupled(
-    positive: Tensor | None, shift: Tensor, total: Tensor, block: slice, *, weight: Tensor | None = None
+    positive: Tensor, shift: Tensor, total: Tensor, block: slice, *, weight: Tensor | None = None
 ) -> Softmax:
     """Return the logsumexp over the candidates, 0 without any, minus the logit of the positive.
 
     ``weight`` [num_rows] multiplies the logits of the positives.
     """
-    assert positive is not None, "each row has a positive"
     of_positive = torch.ones_like(positive) if weight is None else weight[block]
     logsumexp = torch.where(total == 0, 0.0, shift + total.log2())
     return Softmax((logsumexp - of_positive * positive) / LOG2_E, of_positive, logsumexp)

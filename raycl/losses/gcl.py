@@ -107,12 +107,11 @@ class _GlobalRows:
         self._log_in_batch, self._log_in_data = (math.log(max(1, num)) for num in (num_in_batch, num_in_data))
         self.log_mean = torch.zeros_like(stored)
 
-    def __call__(self, positive: Tensor | None, shift: Tensor, total: Tensor, block: slice) -> Softmax:
+    def __call__(self, positive: Tensor, shift: Tensor, total: Tensor, block: slice) -> Softmax:
         """Return -logit(positive) + log(u * num_in_data), and the weights exp(logit) / u / num_in_batch.
 
         A relative u contains the positive, whose weight is the sum of the negatives' weights.
         """
-        assert positive is not None, "each row has a positive"
         of_batch = (shift + total.log2()) / LOG2_E - self._log_in_batch
         of_batch = torch.where(total == 0, -1 / self._temperature, of_batch)
         if self._is_relative:

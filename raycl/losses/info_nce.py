@@ -25,7 +25,14 @@ from raycl.losses.guide import Guide
 from raycl.losses.logq import logit_biases, refined_row_loss
 from raycl.losses.objective import StoreBatch, add_proximal_term, gathered, positive_of
 from raycl.losses.ring import evaluate_ring, gather_ring_ids
-from raycl.losses.softmax import RowGroup, RowLoss, cross_entropy, evaluate_softmax, weighted
+from raycl.losses.softmax import (
+    RowGroup,
+    RowLoss,
+    cross_entropy,
+    evaluate_softmax,
+    subtract_positives,
+    weighted,
+)
 from raycl.losses.tiled import (
     LOG2_E,
     Gradients,
@@ -164,7 +171,7 @@ def ring_info_nce(
     own = slice(rank() * local, (rank() + 1) * local)
     rows = working_precision(query)
     temperature = checked_temperature(temperature, rows)
-    group = RowGroup(slice(0, local), positive=0)
+    group = RowGroup(slice(0, local), excluded=(0,))
     num_negatives = None if negatives is None else len(others)
     ids = gather_ring_ids(query_id, key_id, local=local, negative_id=negative_id, num_negatives=num_negatives)
     known = query_mask(ids, own, negative_id, group.blocks, in_batch=True)
@@ -181,15 +188,19 @@ def ring_info_nce(
         mask = guide.mask(known, own)
 
     def evaluate(*inputs: Tensor, with_gradient: bool) -> tuple[Tensor, Gradients]:
+        queries, keys, _, temperature = inputs
+        positive = (queries * (LOG2_E / temperature) * keys).sum(1)
         softmax, gradients = evaluate_ring(
             *inputs,
+            positive=positive if biases is None else positive + biases[0][own],
             groups=(group,),
             mask=mask,
             biases=biases,
             row_loss=weighted(row_loss, checked_weight(weight, query)),
             with_gradient=with_gradient,
         )
-        return softmax.loss.mean(), scaled_gradients(inputs[0], gradients, inputs[3], local)
+        subtract_positives(softmax.positive_weight, queries, keys, *gradients[:2])
+        return softmax.loss.mean(), scaled_gradients(queries, gradients, temperature, local)
 
     others = others.to(rows) if others.requires_grad else others
     return fused(evaluate, rows, key.to(rows), others, temperature)
@@ -210,7 +221,8 @@ def evaluate_info_nce(
     with_gradient: bool,
 ) -> tuple[Tensor, Gradients]:
     """Return the mean loss over rows [num_rows, dim] with positives ``columns[own]``, and its gradients."""
-    group = RowGroup(slice(0, len(rows)), positive=own.start if in_batch else 0)
+    matched = own if in_batch else slice(0, len(rows))  # the columns of the positives
+    group = RowGroup(slice(0, len(rows)), excluded=(matched.start,))
     mask = query_mask(pair_ids, own, negative_id, group.blocks, in_batch=in_batch)
     if guide is not None:
         mask = guide.mask(mask, own, in_batch=in_batch)
@@ -219,18 +231,23 @@ def evaluate_info_nce(
     gradients = gradient_buffers(
         rows, columns, negatives, temperature=temperature, with_gradient=with_gradient
     )
+    scale = LOG2_E / temperature
     softmax = evaluate_softmax(
         rows,
         columns,
         negatives,
+        positive=(rows * scale * columns[matched]).sum(1),
         groups=(group,),
-        scale=LOG2_E / temperature,
+        scale=scale,
         bound=bound,
         mask=mask,
         in_batch=in_batch,
         row_loss=row_loss,
         gradients=gradients,
     )
+    at_rows, at_columns, _ = gradients
+    at_positives = None if at_columns is None else at_columns[matched]
+    subtract_positives(softmax.positive_weight, rows, columns[matched], at_rows, at_positives)
     return softmax.loss.mean(), scaled_gradients(rows, tuple(gradients), temperature, len(rows))
 
 

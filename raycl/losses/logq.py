@@ -90,7 +90,7 @@ def logit_biases(of_keys: Tensor, of_negatives: Tensor | None, rows: Tensor) -> 
 
 
 def refined_logq(
-    positive: Tensor | None,
+    positive: Tensor,
     shift: Tensor,
     total: Tensor,
     block: slice,
@@ -116,7 +116,6 @@ def refined_logq(
         log_odds: log(Q / (1 - Q)) of the positive of each row, natural.
         num_negatives: n of each row.
     """
-    assert positive is not None, "each query has a positive"
     logsumexp = shift + total.log2()
     excess = (logsumexp - positive) / LOG2_E - log_odds[block]
     weight = (excess - num_negatives[block].clamp(min=1).log()).sigmoid()

@@ -78,10 +78,9 @@ def poly_view(
 
 
 def mean_over_positives(
-    positive: Tensor | None, shift: Tensor, total: Tensor, block: slice, *, arithmetic: bool
+    positive: Tensor, shift: Tensor, total: Tensor, block: slice, *, arithmetic: bool
 ) -> Softmax:
     """Return -log of the mean of p over several positives of each row, whose logits are [block, num_positives]."""
-    assert positive is not None, "each row has positives"
     positive = positive.view(len(shift), -1)
     excess = ((shift + total.log2())[:, None] - positive) / LOG2_E
     loss = torch.logaddexp(excess, torch.zeros_like(excess))  # -log p

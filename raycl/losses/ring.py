@@ -34,6 +34,7 @@ from raycl.losses.softmax import (
     SoftmaxRows,
     concatenated,
     cross_entropy,
+    subtract_positives,
 )
 from raycl.losses.tiled import (
     LOG2_E,
@@ -88,6 +89,7 @@ def evaluate_ring(
     negatives: Tensor,
     temperature: Tensor,
     *,
+    positive: Tensor,
     groups: Sequence[RowGroup],
     mask: Mask | None,
     biases: tuple[Tensor, Tensor] | None = None,
@@ -101,7 +103,8 @@ def evaluate_ring(
         columns: [num_rows, dim], this worker's columns.
         negatives: [num_negatives, dim], further candidates of these rows; they are not sent.
         temperature: a scalar.
-        groups: positions of the positives among this worker's columns.
+        positive: base-2 logits of the positives, with their biases, [num_rows] or [num_rows, num_positives].
+        groups: positions of this worker's columns that are not negatives.
         mask: false negatives of these rows among the columns of all workers, in the order of ranks, and the negatives.
         biases: biases of the columns of all workers, in the order of ranks, and of the negatives, added to the
             base-2 logits; at most 0.
@@ -109,7 +112,7 @@ def evaluate_ring(
         with_gradient: whether to compute gradients.
 
     Returns:
-        The loss of each row, and the unscaled gradients of rows, columns and negatives.
+        The loss of each row, and the unscaled gradients of rows, columns and negatives, without the positives.
     """
     wants_columns = with_gradient and columns.requires_grad
     needs_negatives = with_gradient and negatives.requires_grad
@@ -122,21 +125,10 @@ def evaluate_ring(
         longest(rows, rows.dtype), agreed[0], temperature, mask, spread=spread, flags=agreed[1:]
     )
     of_worker = [None] * num_workers() if of_columns is None else of_columns.split(len(columns))
-    own_bias = of_worker[rank()]
     scale = LOG2_E / temperature
     (at_rows,) = gradient_buffers(rows, temperature=temperature, with_gradient=with_gradient)
     blocks = [
-        SoftmaxRows(
-            rows,
-            group.positives(columns, block),
-            block,
-            scale=scale,
-            bound=bound,
-            gradient=at_rows,
-            diagonals=group.diagonals,
-            positive_bias=None if own_bias is None else own_bias[group.match(block)],
-            row_loss=row_loss,
-        )
+        SoftmaxRows(rows, block, scale=scale, bound=bound, gradient=at_rows, diagonals=group.diagonals)
         for group in groups
         for block in group.blocks
     ]
@@ -153,18 +145,13 @@ def evaluate_ring(
             block.add(visitors, holds_positives=worker == rank())
 
     visit_all(visit, columns)
-    softmax = concatenated([block.finish() for block in blocks])
+    softmax = concatenated([block.finish(positive, row_loss) for block in blocks])
     gradient_of = partial(_column_gradient, rows, softmax, groups, scale)
 
     def send_back(worker: int, visiting: Tensor) -> Tensor:
         return gradient_of(candidates(worker, visiting), holds_positives=worker == rank())
 
     at_columns = visit_all(send_back, columns) if needs_columns else None
-    if at_columns is not None:
-        for group in groups:
-            if group.positive is not None:
-                matched, weight = group.match(group.rows), softmax.positive_weight[group.rows, None]
-                at_columns[matched] -= weight * rows[group.rows]
     at_negatives = gradient_of(others, holds_positives=False) if needs_negatives else None
     return softmax, (at_rows, at_columns, at_negatives)
 
@@ -263,10 +250,8 @@ def evaluate_mutual_ring(
         return at_visiting
 
     at_columns = visit_all(send_back, columns, by_column.logsumexp)
-    weight = (by_row.positive_weight + by_column.positive_weight)[:, None]
-    for gradient, positives in ((at_rows, columns), (at_columns, rows)):
-        if gradient is not None:
-            gradient.addcmul_(weight, positives, value=-1)
+    weight = by_row.positive_weight + by_column.positive_weight
+    subtract_positives(weight, rows, columns, at_rows, at_columns)
     return (by_row, by_column), (at_rows, at_columns)
 
 

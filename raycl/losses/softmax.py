@@ -24,27 +24,17 @@ from raycl.losses.tiled import (
 
 
 class RowGroup(NamedTuple):
-    """Rows whose positives lie on one diagonal of the logits, and whose excluded columns do as well."""
+    """Rows whose excluded columns lie on diagonals of the logits."""
 
     rows: slice
-    positive: int | None  # column of the first row's positive; None if the caller adds the positives
-    excluded: tuple[int, ...] = ()  # columns that are not candidates of the first row, such as the row itself
+    excluded: tuple[
+        int, ...
+    ]  # columns that are not negatives of the first row: its positives, or the row itself
 
     @property
     def diagonals(self) -> list[int]:
         """Return the diagonals of the logits (column - row) that are not negatives."""
-        columns = self.excluded if self.positive is None else (self.positive, *self.excluded)
-        return [column - self.rows.start for column in columns]
-
-    def match(self, block: slice) -> slice:
-        """Return the columns of the positives of a block of rows."""
-        assert self.positive is not None, "the group has positives"
-        first = self.positive - self.rows.start
-        return slice(first + block.start, first + block.stop)
-
-    def positives(self, columns: Tensor, block: slice) -> Tensor | None:
-        """Return the positives of a block of rows among the columns, if the group has any."""
-        return None if self.positive is None else columns[self.match(block)]
+        return [column - self.rows.start for column in self.excluded]
 
     @property
     def blocks(self) -> list[slice]:
@@ -73,11 +63,11 @@ def concatenated(blocks: Sequence[Softmax]) -> Softmax:
 class RowLoss(Protocol):
     """The loss of a block of rows, given the logits of their positives and the sum over their negatives."""
 
-    def __call__(self, positive: Tensor | None, shift: Tensor, total: Tensor, block: slice) -> Softmax:
+    def __call__(self, positive: Tensor, shift: Tensor, total: Tensor, block: slice) -> Softmax:
         """Return the loss of each row of the block and its weights.
 
         Args:
-            positive: base-2 logits of the positives, [block]; None if the caller adds the positives.
+            positive: base-2 logits of the positives, [block] or [block, num_positives].
             shift: [block]; the sum of 2**logit over the negatives of a row is total * 2**shift.
             total: [block], 0 for a row without negatives.
             block: the slice of rows.
@@ -85,11 +75,8 @@ class RowLoss(Protocol):
         ...
 
 
-def cross_entropy(positive: Tensor | None, shift: Tensor, total: Tensor, block: slice) -> Softmax:
-    """Return -log p(positive), or the logsumexp of the candidates without a positive, 0 if there are none."""
-    if positive is None:
-        logsumexp = torch.where(total == 0, 0.0, shift + total.log2())
-        return Softmax(logsumexp / LOG2_E, torch.ones_like(logsumexp), logsumexp)
+def cross_entropy(positive: Tensor, shift: Tensor, total: Tensor, block: slice) -> Softmax:
+    """Return -log p(positive)."""
     excess = (shift - positive + total.log2()) / LOG2_E
     loss = torch.logaddexp(excess, torch.zeros_like(excess))
     return Softmax(loss, excess.sigmoid(), positive + loss * LOG2_E)
@@ -101,12 +88,21 @@ def weighted(row_loss: RowLoss, weight: Tensor | None) -> RowLoss:
 
 
 def _weighted(
-    positive: Tensor | None, shift: Tensor, total: Tensor, block: slice, *, row_loss: RowLoss, weight: Tensor
+    positive: Tensor, shift: Tensor, total: Tensor, block: slice, *, row_loss: RowLoss, weight: Tensor
 ) -> Softmax:
     loss, positive_weight, logsumexp = row_loss(positive, shift, total, block)
     own = weight[block]
     of_positives = own if positive_weight.ndim == 1 else own[:, None]
     return Softmax(own * loss, of_positives * positive_weight, logsumexp - own.log2())
+
+
+def subtract_positives(
+    weight: Tensor, rows: Tensor, positives: Tensor, at_rows: Tensor | None, at_positives: Tensor | None
+) -> None:
+    """Subtract the gradients of ``weight`` [num_rows] * logits of rows and their positives from buffers, unscaled."""
+    for gradient, others in ((at_rows, positives), (at_positives, rows)):
+        if gradient is not None:
+            gradient.addcmul_(weight[:, None], others, value=-1)
 
 
 def first_shift(bound: Tensor | None, rows: Tensor) -> Tensor:
@@ -187,37 +183,26 @@ class SoftmaxRows:
     def __init__(
         self,
         rows: Tensor,
-        positives: Tensor | None,
         block: slice,
         *,
         scale: Tensor,
         bound: Tensor | None,
         gradient: Tensor | None,
-        diagonals: Sequence[int] = (),
-        positive_bias: Tensor | None = None,
-        row_loss: RowLoss = cross_entropy,
+        diagonals: Sequence[int],
     ) -> None:
         """Initialize the sums of a block of rows.
 
         Args:
             rows: [num_rows, dim], all rows.
-            positives: [block, dim], the positives of the block; None if the caller adds them.
             block: the slice of rows.
             scale: log2(e) / temperature.
             bound: above every logit without bias, or None if the shift must follow the logits.
             gradient: [num_rows, dim], zeros, the buffer of the unscaled gradient of the rows.
             diagonals: diagonals (column - row) that are not negatives, in the block with the positives.
-            positive_bias: [block], added to the logits of the positives.
-            row_loss: the loss of the rows.
         """
-        self.rows, self._positives, self._row_loss = rows[block], positives, row_loss
+        self.rows = rows[block]
         self._block, self._diagonals, self._scale, self._bound = block, diagonals, scale, bound
-        self._positive = None
         self._shift = first_shift(bound, self.rows)
-        if positives is not None:
-            self._positive = (self.rows * scale * positives).sum(1)
-            if positive_bias is not None:
-                self._positive = self._positive + positive_bias
         self._total = torch.zeros_like(self._shift)
         self._grad = None if gradient is None else gradient[block]
 
@@ -239,13 +224,14 @@ class SoftmaxRows:
                 kept.append(KeptWeights(columns.gradient[columns.pieces[k]], weights, self._shift))
         return kept
 
-    def finish(self) -> Softmax:
-        """Return the loss of each row after all blocks; complete the gradient of the rows."""
-        softmax = self._row_loss(self._positive, self._shift, self._total, self._block)
+    def finish(self, positive: Tensor, row_loss: RowLoss) -> Softmax:
+        """Return the loss of each row after all blocks; scale the gradient of the rows.
+
+        ``positive`` are the base-2 logits of the positives of all rows, [num_rows, ...].
+        """
+        softmax = row_loss(positive[self._block], self._shift, self._total, self._block)
         if self._grad is not None:
             self._grad *= (self._shift - softmax.logsumexp).exp2_()[:, None]
-            if self._positives is not None:
-                self._grad -= softmax.positive_weight[:, None] * self._positives
         return softmax
 
     def add_column_gradients(self, kept: Sequence[KeptWeights], softmax: Softmax) -> None:
@@ -270,6 +256,7 @@ def evaluate_softmax(
     columns: Tensor,
     negatives: Tensor,
     *,
+    positive: Tensor,
     groups: Sequence[RowGroup],
     scale: Tensor,
     bound: Tensor | None,
@@ -281,13 +268,16 @@ def evaluate_softmax(
 ) -> Softmax:
     """Compare each row's positive with its other candidates; return the loss of each row.
 
+    The caller subtracts the gradients of the positives, such as by :func:`subtract_positives`.
+
     Memory: one block of logits, 256 x the candidates that require a gradient.
 
     Args:
         rows: [num_rows, dim].
         columns: [num_columns, dim], candidates of all rows if ``in_batch``, else only positives.
         negatives: [num_negatives, dim], candidates of all rows, possibly in half precision.
-        groups: positions of the positives.
+        positive: base-2 logits of the positives, with their biases, [num_rows] or [num_rows, num_positives].
+        groups: positions of the columns that are not negatives.
         scale: log2(e) / temperature.
         bound: see :func:`raycl.losses.tiled.read_bound`.
         mask: false negatives among columns (if ``in_batch``) and then negatives.
@@ -304,25 +294,11 @@ def evaluate_softmax(
     found = []
     for group in groups:
         for block in group.blocks:
-            positives = group.positives(columns, block)
-            bias = None
-            if column_bias is not None:
-                bias = column_bias[group.match(block)]
             strip = SoftmaxRows(
-                rows,
-                positives,
-                block,
-                scale=scale,
-                bound=bound,
-                gradient=to_rows,
-                diagonals=group.diagonals,
-                positive_bias=bias,
-                row_loss=row_loss,
+                rows, block, scale=scale, bound=bound, gradient=to_rows, diagonals=group.diagonals
             )
             kept = strip.add(batch, holds_positives=True) + strip.add(others)
-            softmax = strip.finish()
-            if to_columns is not None and positives is not None:
-                to_columns[group.match(block)] -= softmax.positive_weight[:, None] * strip.rows
+            softmax = strip.finish(positive, row_loss)
             strip.add_column_gradients(kept, softmax)
             found.append(softmax)
     return concatenated(found)

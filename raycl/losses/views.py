@@ -32,7 +32,6 @@ from raycl.losses.ring import evaluate_ring
 from raycl.losses.softmax import (
     RowGroup,
     RowLoss,
-    Softmax,
     cross_entropy,
     evaluate_softmax,
     row_blocks,
@@ -95,7 +94,6 @@ class Layout(NamedTuple):
         return [
             RowGroup(
                 slice(view * self.local_batch, (view + 1) * self.local_batch),
-                positive=None,
                 excluded=tuple(own) if exclude_samples else (own[view],),
             )
             for view in range(self.num_views)
@@ -258,11 +256,12 @@ class _Comparison:
             rows,
             columns,
             rows[:0],
+            positive=positives.logits(scale),
             groups=groups,
             scale=scale,
             bound=bound,
             mask=mask,
-            row_loss=self._row_loss(positives.logits(scale)),
+            row_loss=self.row_loss,
             gradients=(at_rows, at_columns, None),
         )
         positives.subtract(softmax.positive_weight, at_rows, at_columns)
@@ -278,9 +277,10 @@ class _Comparison:
             rows,
             rows[:0],
             temperature,
+            positive=positives.logits(LOG2_E / temperature),
             groups=groups,
             mask=mask,
-            row_loss=self._row_loss(positives.logits(LOG2_E / temperature)),
+            row_loss=self.row_loss,
             with_gradient=with_gradient,
         )
         positives.subtract(softmax.positive_weight, at_rows, at_columns)
@@ -290,14 +290,6 @@ class _Comparison:
         if as_rows is not None and as_columns is not None:
             as_rows += as_columns
         return softmax.loss.mean(), (as_rows, at_temperature)
-
-    def _row_loss(self, logits: Tensor) -> RowLoss:
-        """Return the loss of rows whose positives have these logits."""
-
-        def row_loss(positive: Tensor | None, shift: Tensor, total: Tensor, block: slice) -> Softmax:
-            return self.row_loss(logits[block], shift, total, block)
-
-        return row_loss
 
     def _mask(self, blocks: Sequence[slice]) -> FalseNegativeMask | None:
         """Return the mask of the rows among the views of this worker, or of each worker of a ring."""
