@@ -1,6 +1,7 @@
 """Labels of training and test sets: classes get the same numbers, or the evaluation is refused."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from tests.settings import override_active
 from tests.towers import save
 
 
-def folder_of(path: Path, classes: str) -> Source:
+def folder_of(path: Path, classes: Sequence[str]) -> Source:
     content = digit_files(1)[0][0]
     for name in classes:
         (path / name).mkdir(parents=True)
@@ -172,11 +173,19 @@ def test_a_baseline_without_enough_labels_is_left_out(
     assert "no baseline of raw pixels: labels_per_class is 10, but class" in capsys.readouterr().err
 
 
-def test_a_class_with_too_few_labels_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["table", "folders"])
+def test_a_class_with_too_few_labels_is_named_before_anything_is_embedded(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(classification, "embedded_tables")
     asked = small_run(tmp_path, (8, 8))
     train = pq.read_table(asked["train"]).slice(0, 3).drop_columns(["label", "sample_id"])
     pq.write_table(train.append_column("label", pa.array(["bee", "ant", "bee"])), tmp_path / "named.parquet")
-    sets = dict.fromkeys(("train", "test"), str(tmp_path / "named.parquet"))
+    train = str(tmp_path / "named.parquet")
+    if kind == "folders":
+        train = folder_of(tmp_path / "folders", ("ant", "bee")).uri
+        (tmp_path / "folders" / "bee" / "second.png").write_bytes(b"")
+    sets = dict.fromkeys(("train", "test"), train)
     with pytest.raises(DataError, match="labels_per_class is 2, but class ant has only 1 training rows"):
         evaluate("linear", run=asked["run"], **sets, labels_per_class=2, quiet=True)
 

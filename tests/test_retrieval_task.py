@@ -14,6 +14,7 @@ import torch
 
 from raycl.data.columns import ColumnNames
 from raycl.errors import ConfigError, DataError
+from raycl.evaluation import retrieval
 from raycl.evaluation.lexical_baselines import bm25_search, tfidf_search
 from raycl.evaluation.metrics import retrieval_scores
 from raycl.evaluation.retrieval import (
@@ -275,6 +276,50 @@ def test_benchmarks_that_cannot_be_evaluated_are_refused(write: Write, changes: 
     with pytest.raises(DataError, match=says) as caught:
         benchmark_task(*benchmark(write, **changes), NAMES)
     assert ";" in str(caught.value)  # with the remedy
+
+
+@pytest.mark.parametrize("is_benchmark", [False, True], ids=["pairs", "benchmark"])
+@pytest.mark.parametrize(
+    ("label", "says"),
+    [
+        ([0, 1, 17], "grades of relevance must be 0 to 10, got 0 to 17; check the label column"),
+        ([0, 0, 0], "none of the 3 queries has a relevant document, .*; check the label column"),
+    ],
+)
+def test_labels_that_cannot_be_scored_are_refused_before_anything_is_embedded(
+    label: list[int],
+    says: str,
+    is_benchmark: bool,
+    write: Write,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(retrieval, "embed_values")
+    save(small_config("two_tower"), tmp_path / "run")
+    sets = {"test": write("test", query=["q", "r", "s"], document=["a", "b", "c"], label=label)}
+    if is_benchmark:
+        paths = benchmark(write, judgments__label=label)
+        sets = dict(zip(("test", "queries", "documents"), paths, strict=True))
+    with pytest.raises(DataError, match=says):
+        evaluate_retrieval(run=str(tmp_path / "run"), **sets, quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "lacking"), [("query-id", "queries"), ("_id", "judgments"), (None, "judgments")]
+)
+def test_ids_that_judgments_and_sets_name_differently_are_refused_with_a_remedy(
+    name: str | None, lacking: str, write: Write
+) -> None:
+    paths = (
+        write("judgments", **{"query-id": [7], "document_id": ["x"], "label": [1]}),
+        write("queries", _id=[7], query=["q"]),
+        write("documents", document_id=["x"], document=["a"]),
+    )
+    words = (
+        rf"{lacking} has no column '{name or 'query_id'}'; it has .*alike .*; rename it in one of the files"
+    )
+    with pytest.raises(DataError, match=words):
+        benchmark_task(*paths, ColumnNames(query_id=name))
 
 
 def test_documents_without_ids_are_searched_and_ids_may_be_numbers_or_texts(write: Write) -> None:

@@ -203,6 +203,22 @@ class Source:
         with ThreadPoolExecutor(8) as pool:
             return np.concatenate([np.empty(0, np.int64), *pool.map(self._fragment_ids, fragments)])
 
+    def labels(self) -> NDArray[np.int64]:
+        """Return the labels of all rows, invalid ones included; reads at most the column of labels."""
+        with ThreadPoolExecutor(8) as pool:
+            return np.concatenate([np.empty(0, np.int64), *pool.map(self._fragment_labels, self.fragments)])
+
+    def _fragment_labels(self, fragment: Fragment) -> NDArray[np.int64]:
+        column = self.columns.label
+        if column is None:
+            return self._labels_of_files(fragment.paths)
+        parts = [label_numbers(table[column], self.classes) for _, table in self.tables(fragment, [column])]
+        return np.concatenate([np.empty(0, np.int64), *parts])
+
+    def _labels_of_files(self, paths: Sequence[str]) -> NDArray[np.int64]:
+        numbers = {name: number for number, name in enumerate(self.classes or ()) if self.has_labels}
+        return np.array([numbers.get(path.split("/")[0], NO_LABEL) for path in paths], np.int64)
+
     def _fragment_ids(self, fragment: Fragment) -> NDArray[np.int64]:
         column = self.columns.sample_id
         if column is None:
@@ -218,7 +234,6 @@ class Source:
 
     def _read_files(self, fragment: Fragment, keep: Keep | None) -> Iterator[RawRows]:
         root = Place(fragment.uri)
-        numbers = {name: number for number, name in enumerate(self.classes or ()) if self.has_labels}
         for start in range(0, len(fragment.paths), 256):
             paths = fragment.paths[start : start + 256]
             ids = np.arange(start, start + len(paths), dtype=np.int64) + fragment.first_id
@@ -226,7 +241,7 @@ class Source:
             with ThreadPoolExecutor(8) as pool:
                 read = pool.map(lambda path, kept: read_image(root / path) if kept else None, paths, wanted)
                 images = list(read)
-            labels = np.array([numbers.get(path.split("/")[0], NO_LABEL) for path in paths], np.int64)
+            labels = self._labels_of_files(paths)
             yield RawRows(values={"image": images}, sample_id=ids, label=labels, where=list(paths))
 
     def _read_table(self, fragment: Fragment) -> Iterator[RawRows]:

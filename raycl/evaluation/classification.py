@@ -99,7 +99,7 @@ def evaluate(
     sources = {name: find_source(uri, columns) for name, uri in (("train", train), ("test", test))}
     for source in sources.values():
         check_no_splits(source)
-    _check_labels(sources)
+    _check_labels(sources, labels_per_class)
     report_unread({each.uri: each for each in sources.values()}.values(), quiet=quiet)
     _warn_of_equal_sets(sources, quiet=quiet)
     num_rows = sum(source.num_rows for source in sources.values())
@@ -150,7 +150,7 @@ def evaluate(
     return result
 
 
-def _check_labels(sources: dict[str, Source]) -> None:
+def _check_labels(sources: dict[str, Source], labels_per_class: int | None = None) -> None:
     for name, source in sources.items():
         if not source.has_labels:
             raise DataError(f"the {name} set {source.uri} has no labels{_cause_and_remedy(source)}")
@@ -171,6 +171,11 @@ def _check_labels(sources: dict[str, Source]) -> None:
                 f"label {number} is {known} in the training set and {other} in the test set; give both the same numbers, "
                 "as align_labels_with_mapping of datasets does, or names in place of numbers"
             )
+    if labels_per_class is not None:
+        from raycl.evaluation.linear import check_class_sizes  # scikit-learn takes a second to import
+
+        label = sources["train"].labels()
+        check_class_sizes(label[label != NO_LABEL], labels_per_class, sources["train"].label_name)
 
 
 def _check_same_kind(sources: dict[str, Source]) -> None:

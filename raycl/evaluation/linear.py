@@ -81,8 +81,22 @@ def linear_accuracy(
     rng = np.random.default_rng(seed)
     if labels_per_class is None:
         return score(np.arange(len(rows)), _choose_weight_decay(rows, label, rng))
-    draws = [_draw(label, labels_per_class, rng, label_name) for _ in range(_NUM_DRAWS)]
+    check_class_sizes(label, labels_per_class, label_name)
+    draws = [_draw(label, labels_per_class, rng) for _ in range(_NUM_DRAWS)]
     return float(np.mean([score(draw, _FEW_LABELS_WEIGHT_DECAY) for draw in draws]))
+
+
+def check_class_sizes(
+    label: NDArray[np.int64], labels_per_class: int, label_name: Callable[[int], str] = str
+) -> None:
+    """Raise ``DataError`` if a class of the training labels [num_rows] has fewer than ``labels_per_class`` rows."""
+    classes, sizes = np.unique(label, return_counts=True)
+    if len(classes) and sizes.min() < labels_per_class:
+        name = label_name(int(classes[sizes.argmin()]))
+        raise DataError(
+            f"labels_per_class is {labels_per_class}, but class {name} has only "
+            f"{sizes.min()} training rows; lower it or leave that class out"
+        )
 
 
 def _fit(rows: NDArray[np.float32], label: NDArray[np.int64], weight_decay: float) -> Pipeline:
@@ -116,21 +130,9 @@ def _choose_weight_decay(
     return max(_WEIGHT_DECAYS, key=accuracy)
 
 
-def _draw(
-    label: NDArray[np.int64],
-    labels_per_class: int,
-    rng: np.random.Generator,
-    label_name: Callable[[int], str],
-) -> NDArray[np.int64]:
+def _draw(label: NDArray[np.int64], labels_per_class: int, rng: np.random.Generator) -> NDArray[np.int64]:
     """Draw that many rows of each class."""
     classes = _shuffled_rows_by_class(label, rng)
-    smallest = min(classes, key=len)
-    if len(smallest) < labels_per_class:
-        name = label_name(int(label[smallest[0]]))
-        raise DataError(
-            f"labels_per_class is {labels_per_class}, but class {name} has only "
-            f"{len(smallest)} training rows; lower it or leave that class out"
-        )
     return np.concatenate([members[:labels_per_class] for members in classes])
 
 

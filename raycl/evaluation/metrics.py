@@ -45,19 +45,9 @@ def retrieval_scores(
 
     Raises ``DataError`` for other grades, or if no query has a relevant document.
     """
-    grades = relevance[:, 2]
-    if len(grades) and not 0 <= grades.min() <= grades.max() <= _MAX_GRADE:
-        raise DataError(
-            f"grades of relevance must be 0 to {_MAX_GRADE}, got {grades.min()} to {grades.max()}; "
-            "check the label column"
-        )
+    check_relevance(relevance, len(ranked))
     gains = _gains(relevance)
     judged = sorted(gains, key=int)
-    if not judged:
-        raise DataError(
-            f"none of the {len(ranked)} queries has a relevant document; "
-            "check that the positions and the grades are in the right columns"
-        )
     metrics = _METRICS | (_BY_ANY if any_is_enough else {})
     evaluator = pytrec_eval.RelevanceEvaluator(gains, set(metrics.values()))
     rows: list[dict[str, float]] = []
@@ -66,6 +56,24 @@ def retrieval_scores(
         rows += evaluator.evaluate(run).values()
     scores = {name: sum(row[key] for row in rows) / len(judged) for name, key in metrics.items()}
     return scores | {"num_queries": len(judged), "num_skipped": len(ranked) - len(judged)}
+
+
+def check_relevance(relevance: NDArray[np.integer], num_queries: int) -> None:
+    """Raise ``DataError`` for grades other than 0 to 10, or if no query has a relevant document.
+
+    ``relevance`` is [num_judgments, 3], as for :func:`retrieval_scores`.
+    """
+    grades = relevance[:, 2]
+    if len(grades) and not 0 <= grades.min() <= grades.max() <= _MAX_GRADE:
+        raise DataError(
+            f"grades of relevance must be 0 to {_MAX_GRADE}, got {grades.min()} to {grades.max()}; "
+            "check the label column"
+        )
+    if not (grades >= 1).any():
+        raise DataError(
+            f"none of the {num_queries} queries has a relevant document, whose label is 1 or more; "
+            "check the label column"
+        )
 
 
 def average_precision(similarity: NDArray[np.floating], label: NDArray[np.integer]) -> float:
@@ -83,18 +91,16 @@ def spearman(similarity: Numbers, score: Numbers, name: str = "the set") -> floa
     Equal values share the mean of their ranks. ``name`` names the set in errors. Raises ``DataError`` for
     values that are not finite, or similarities or scores that are all equal, which have no ranks.
     """
-    if len(similarity) < 2:
-        raise DataError(f"{name} has fewer than two pairs, which have no ranks; leave that data set out")
-    for kind, values in (("similarities", similarity), ("scores", score)):
-        if not np.isfinite(values).all():
-            raise DataError(f"{kind} of {name} are not all finite; look for nan or inf")
-        if len(np.unique(values)) < 2:
-            raise DataError(
-                f"the {len(values)} {kind} of {name} do not differ, so they have no ranks; "
-                "look for embeddings that have collapsed, or leave that data set out"
-            )
+    _check_ranks("similarities", similarity, name)
+    _check_ranks("scores", score, name)
     result: Any = spearmanr(similarity, score)
     return float(result.statistic)
+
+
+def check_scores(score: Numbers, dataset: Sequence[str]) -> None:
+    """Raise ``DataError`` as ``spearman`` does for the scores of a data set; both arguments are [num_pairs]."""
+    for name, own in _pairs_by_name(dataset).items():
+        _check_ranks("scores", score[own], name)
 
 
 def sts_scores(
@@ -107,15 +113,34 @@ def sts_scores(
     in order of appearance, and their ``mean``. With ``may_be_equal`` both are None for similarities of a data
     set that are all equal. Raises ``DataError`` as ``spearman`` does.
     """
-    names = np.asarray(dataset, dtype=object)  # numbers in one file and texts in another stay apart
     by_name: dict[str, float | None] = {}
-    for name in dict.fromkeys(dataset):
-        own = names == name
+    for name, own in _pairs_by_name(dataset).items():
         is_equal = may_be_equal and len(np.unique(similarity[own])) < 2
         by_name[name] = None if is_equal else spearman(similarity[own], score[own], name)
     known = [value for value in by_name.values() if value is not None]
     mean = float(np.mean(known)) if len(known) == len(by_name) else None
     return {"spearman": by_name, "mean": mean}
+
+
+def _pairs_by_name(dataset: Sequence[str]) -> dict[str, NDArray[np.bool_]]:
+    """Return the pairs of each data set, [num_pairs], in order of appearance."""
+    names = np.asarray(dataset, dtype=object)  # numbers in one file and texts in another stay apart
+    return {name: names == name for name in dict.fromkeys(dataset)}
+
+
+def _check_ranks(kind: str, values: Numbers, name: str) -> None:
+    if len(values) < 2:
+        raise DataError(f"{name} has fewer than two pairs, which have no ranks; leave that data set out")
+    if not np.isfinite(values).all():
+        raise DataError(f"{kind} of {name} are not all finite; look for nan or inf")
+    if len(np.unique(values)) < 2:
+        remedy = (
+            "look for embeddings that have collapsed" if kind == "similarities" else "give scores that differ"
+        )
+        raise DataError(
+            f"the {len(values)} {kind} of {name} do not differ, so they have no ranks; "
+            f"{remedy}, or leave that data set out"
+        )
 
 
 def _gains(relevance: NDArray[np.integer]) -> dict[str, dict[str, int]]:

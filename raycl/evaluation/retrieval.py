@@ -19,7 +19,7 @@ from raycl.data.read_stats import ReadStats
 from raycl.display import EvaluationResult
 from raycl.errors import ConfigError, DataError
 from raycl.evaluation.lexical_baselines import bm25_search, tfidf_search, tfidf_similarity
-from raycl.evaluation.metrics import average_precision, retrieval_scores
+from raycl.evaluation.metrics import average_precision, check_relevance, retrieval_scores
 from raycl.evaluation.search import Ranking, fuse, num_texts, of_documents, search
 from raycl.inference.embed import embed_values
 from raycl.inference.encoder import read_encoders
@@ -146,6 +146,7 @@ def evaluate_retrieval(
             task = benchmark_task(test, queries, documents, names, quiet=quiet)
         else:
             task = pair_task(test, train, names, quiet=quiet)
+        check_relevance(task.relevance, len(task.queries))  # before the texts are embedded
         scores = _evaluate_texts(task, encoders, options, baseline=baseline, examples=examples)
     return EvaluationResult({"measure": "retrieval", **scores})
 
@@ -287,22 +288,42 @@ def benchmark_task(
     """Read a benchmark: sets of queries and documents by id, and judgments with grades.
 
     A query ignores its own text. Raises ``DataError`` for a duplicate id in a set, a judgment about an
-    unknown id, or judgments without grades.
+    unknown id, judgments without grades, or an id column that the judgments and a set name differently.
     """
     ids = {"query_id": names.query_id or "query_id", "document_id": names.document_id or "document_id"}
-    judgments = read_values(test, ColumnNames(image=None, **ids, label=names.label), quiet=quiet)
+    judgments = read_values(test, _ColumnsById(image=None, **ids, label=names.label), quiet=quiet)
     if not judgments.has_labels:
         raise DataError("the judgments have no grades; name the column with --set data.columns.label=NAME")
     texts, rows = {}, {}
     for role, uri in (("query", queries), ("document", documents)):
         id_column = ids[f"{role}_id"]
         asked = {role: getattr(names, role) or role, f"{role}_id": id_column}
-        columns = UnlabeledColumnNames(image=None, **asked)
+        columns = _ColumnsById(image=None, **asked)
         found = read_values(uri, columns, keep_invalid=True, quiet=quiet).by_role
         texts[role] = found[role]
         rows[role] = _rows_by_id(judgments.by_role[f"{role}_id"], found[f"{role}_id"], uri)
     relevance = np.stack([rows["query"], rows["document"], judgments.label], axis=1)
     return _valid_texts_task(texts["query"], texts["document"], relevance, judgments.num_invalid)
+
+
+@final
+class _ColumnsById(ColumnNames):
+    """The columns of judgments, or of a set of queries or documents, whose labels have no meaning."""
+
+    @property
+    def usual(self) -> tuple[str, ...]:
+        of_texts = self.query is not None or self.document is not None
+        return tuple(role for role in super().usual if role != "label" or not of_texts)
+
+    def found_in(self, names: Sequence[str], *, where: str) -> ColumnNames:
+        for role in ("query_id", "document_id"):
+            name = getattr(self, role)
+            if name is not None and name not in names:
+                raise DataError(
+                    f"{where} has no column {name!r}; it has {', '.join(names)}: judgments and sets must name a column of ids "
+                    f"alike ({role}, or --set data.columns.{role}=NAME for both); rename it in one of the files"
+                )
+        return super().found_in(names, where=where)
 
 
 def read_captioned_images(test: str, names: ColumnNames, *, quiet: bool = True) -> Values:

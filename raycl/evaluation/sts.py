@@ -18,7 +18,7 @@ from raycl.data.sources import plain_values
 from raycl.display import EvaluationResult
 from raycl.errors import ConfigError, DataError
 from raycl.evaluation.lexical_baselines import tfidf_similarity
-from raycl.evaluation.metrics import sts_scores
+from raycl.evaluation.metrics import check_scores, sts_scores
 from raycl.inference.embed import embed_values
 from raycl.inference.encoder import read_encoders
 from raycl.inference.reading import read_values, report_unread
@@ -47,13 +47,15 @@ def evaluate_sts(
     optionally ``dataset``. The ``baseline`` is the cosine of TF-IDF, with document frequencies from the column ``text``
     of ``train``, or without it from the sentences themselves; it is None for a data set in which no pair
     shares a word, and skipped, with a line on stderr, if no sentence has one. A run that trained your own module needs
-    it as ``network``. Raises ``DataError`` for a missing column, or an invalid sentence or score.
+    it as ``network``. Raises ``DataError`` for a missing column, an invalid sentence or score, or a data set with a single
+    pair or equal scores.
     """
     (saved,) = read_encoders(run, ["query"], network=network)
     saved.check(network)  # before the pairs are read
     if saved.takes_images:
         raise ConfigError(f"the run at {run} has an encoder of images; sts needs one of texts")
     pairs = _read(test, quiet=quiet)
+    check_scores(pairs.score, pairs.dataset)  # before the sentences are embedded
     left, right = pairs.left, pairs.right
     corpus = [*left, *right]
     if train is not None:
