@@ -60,7 +60,9 @@ class StoppedError(RunError):
 
 
 class InvalidValueError(ValueError):
-    """A value is invalid; the message is the cause, the same for all values of that kind."""
+    """A value is invalid; the message is the cause, the same for all values of that kind, and ``detail`` is of this one."""
+
+    detail: str = ""
 
 
 def first_line(error: BaseException) -> str:

@@ -156,8 +156,8 @@ def test_images_of_paths_that_cannot_be_read_are_counted_in_one_line(
     assert out == f"5 rows packed into {tmp_path / 'rows'}\n"
     assert err == (
         "3 of 5 images cannot be read and are null: 1 a path with '..' or a zero byte, 2 file not found; for example "
-        "rows.tsv row 1 (file not found); rows.tsv row 2 (a path with '..' or a zero byte); "
-        "rows.tsv row 4 (file not found)\n"
+        f"rows.tsv row 1 (file not found: {tmp_path}/gone.png); rows.tsv row 2 (a path with '..' or a zero byte); "
+        f"rows.tsv row 4 (file not found: {tmp_path}/lost.png)\n"
     )
 
 

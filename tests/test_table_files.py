@@ -1,5 +1,6 @@
 """CSV, JSONL, Arrow, tars, Delta, Iceberg and Lance: the same rows as in parquet, and broken files in one line."""
 
+import base64
 import gzip
 import json
 import math
@@ -742,6 +743,31 @@ def test_relative_paths_lead_to_no_other_folder(tmp_path: Path) -> None:
     }
     file = write_rows(tmp_path / "below" / "photos.parquet", [{"image": path} for path in causes])
     assert [str(each) for each in read(find_source(str(file)))["image"]] == [*causes.values()]
+
+
+@pytest.mark.parametrize("path", ["gone.png", "~/a.png", r"C:\a\b.png", "/gone/a.png", "x" * 300 + ".png"])
+def test_the_example_of_a_missing_image_shows_the_path_that_was_tried(path: str, tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "photos.csv", [{"image": path}])
+    [error] = read(find_source(str(file)))["image"]
+    stats = ReadStats()
+    stats.add_invalid("photos.csv row 0", error)
+    assert stats.invalid == {"file not found": 1}
+    tried = str(tmp_path / path)
+    shown = tried if len(tried) <= 120 else f"{tried[:60]}...{tried[-60:]}"
+    assert stats.examples == [f"photos.csv row 0 (file not found: {shown})"]
+
+
+@pytest.mark.parametrize("start", ["", "data:image/png;base64,"])
+@pytest.mark.parametrize("ending", ["jsonl", *TABLES])
+def test_images_as_base64_have_a_cause_of_their_own(start: str, ending: str, tmp_path: Path) -> None:
+    contents = [
+        b"\x89PNG" + bytes(200),
+        b"\xff\xd8\xff" + bytes(200),
+    ]  # a PNG, and a JPEG: its text begins with /
+    values = [start + base64.b64encode(content).decode() for content in contents]
+    file = write_rows(tmp_path / f"photos.{ending}", [{"image": value} for value in values])
+    found = read(find_source(str(file)))["image"]
+    assert [str(each) for each in found] == ["base64 text in place of a path; decode it to bytes"] * 2
 
 
 @pytest.mark.parametrize("ending", TABLES)

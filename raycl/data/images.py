@@ -29,6 +29,8 @@ _PROGRAMS = frozenset({"EPS"})  # PostScript: Pillow would run it in Ghostscript
 
 # A path in a dataset must not choose an endpoint ("?") or bring a key ("@").
 _ABSOLUTE = re.compile(r"(s3://[A-Za-z0-9._-]+|)/(.+)", re.DOTALL)
+# No path of so many characters without a dot is likely.
+_BASE64 = re.compile(r"(data:image/[^,]*,)?[A-Za-z0-9+/=_\s-]{200,}")
 _BYTES = (pa.null(), pa.binary(), pa.large_binary())
 _PATHS = (pa.null(), pa.string(), pa.large_string())
 
@@ -216,13 +218,17 @@ def _bytes_or_file(
         return InvalidImageError("an address other than s3://bucket/name")
     if ".." in path.split("/") or "\0" in path:
         return InvalidImageError("a path with '..' or a zero byte")
-    if folder is None:
+    place = None if folder is None else folder / path
+    is_file = place is not None and place.is_local and os.path.isfile(place.uri)
+    if not is_file and _BASE64.fullmatch(path):
+        return InvalidImageError("base64 text in place of a path; decode it to bytes")
+    if place is None:
         return InvalidImageError("a path that is not absolute")
-    place = folder / path
     # A read from a device or a pipe would never end.
-    if place.is_local and not os.path.isfile(place.uri):
-        return InvalidImageError("file not found")
-    return read_image(place)
+    found = read_image(place) if is_file or not place.is_local else InvalidImageError("file not found")
+    if isinstance(found, InvalidImageError):
+        found.detail = str(place)
+    return found
 
 
 def _resized(image: Image.Image, size: int) -> NDArray[np.uint8]:

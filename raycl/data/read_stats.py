@@ -4,9 +4,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import final
 
-from raycl.errors import DataError
+from raycl.errors import DataError, InvalidValueError
 
 NUM_EXAMPLES = 3
+_MOST_CHARACTERS = 120  # of a detail
 
 
 @final
@@ -41,11 +42,12 @@ class ReadStats:
         """The number of invalid rows, for any cause."""
         return self.invalid.total()
 
-    def add_invalid(self, where: str, cause: Exception) -> None:
-        """Count an invalid row; ``where`` names it among the examples."""
+    def add_invalid(self, where: str, cause: InvalidValueError) -> None:
+        """Count an invalid row; ``where`` names it among the examples, with the detail of the cause."""
         self.invalid[str(cause)] += 1
         if len(self.examples) < NUM_EXAMPLES:
-            self.examples.append(f"{where} ({cause})")
+            detail = f": {_shortened(cause.detail)}" if cause.detail else ""
+            self.examples.append(f"{where} ({cause}{detail})")
 
     def describe_invalid(self) -> str:
         """Return the counts by cause and the first examples, in one line."""
@@ -69,3 +71,10 @@ class ReadStats:
             return "fix the data"
         enough = (100 * self.num_invalid // self.num_rows + 1) / 100
         return f"fix the data, or allow them by --set data.max_invalid_fraction={enough:g}"
+
+
+def _shortened(text: str) -> str:
+    """Return the beginning and the end of a long text, in one line."""
+    line = "".join(each if each.isprintable() else "?" for each in text)
+    half = _MOST_CHARACTERS // 2
+    return line if len(line) <= _MOST_CHARACTERS else f"{line[:half]}...{line[-half:]}"
