@@ -718,6 +718,24 @@ def test_relative_paths_of_images_count_from_the_folder_of_their_table(
         assert [each if isinstance(each, bytes) else str(each) for each in found] == expected
 
 
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet", "arrow"])
+def test_images_that_a_table_names_are_not_listed_as_files_that_are_not_read(
+    ending: str, tmp_path: Path
+) -> None:
+    for name in ("a.png", "b.JPG", "notes.md"):
+        (tmp_path / name).write_bytes(b"a photo")
+    rows = [{"image": name, "caption": "a"} for name in ("a.png", "b.JPG")]
+    file = write_rows(tmp_path / f"metadata.{ending}", rows)
+    columns = ColumnNames(caption="caption")
+    assert find_source(str(tmp_path), columns).ignored == ((".md", 1),)
+    if ending == "parquet":
+        structs = [{"bytes": None, "path": row["image"]} for row in rows]
+        pq.write_table(pa.table({"image": structs, "caption": ["a", "b"]}), file)
+        assert find_source(str(tmp_path), columns).ignored == ((".md", 1),)
+        pq.write_table(pa.table({"image": [b"a photo"] * 2, "caption": ["a", "b"]}), file)
+        assert find_source(str(tmp_path), columns).ignored == ((".jpg", 1), (".md", 1), (".png", 1))
+
+
 def test_paths_of_images_in_another_encoding_are_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes("image,note\na.png,é\n".encode("cp1252"))
     assert find_source(str(tmp_path / "a.csv")).num_rows == 1  # the note is not read
@@ -892,7 +910,7 @@ def test_named_columns_of_a_folder_of_images_are_in_its_table(
     write_rows(tmp_path / f"metadata.{ending}", [row | {"image": row["file_name"]} for row in rows])
     source = find_source(str(tmp_path), ColumnNames(**named))
     found = read(source)
-    assert (source.kind, found["image"], source.ignored) == (ending, [b"a", b"b"], ((".png", 2), (".tar", 1)))
+    assert (source.kind, found["image"], source.ignored) == (ending, [b"a", b"b"], ((".tar", 1),))
     assert source.classes == (("a", "b") if role == "label" else None)
     assert found["id"] == ([97, 98] if role == "sample_id" else [0, 1])
 

@@ -16,7 +16,7 @@ from raycl.data.arrow_tables import descriptions, unread_files
 from raycl.data.columns import ColumnNames, is_text
 from raycl.data.delta_tables import LOG, delta_files
 from raycl.data.iceberg_tables import METADATA, find_metadata, open_iceberg
-from raycl.data.images import EXTENSIONS
+from raycl.data.images import EXTENSIONS, is_image_struct
 from raycl.data.labels import (
     are_numbers,
     check_label_names,
@@ -261,17 +261,18 @@ def _folder_source(root: Place, columns: ColumnNames) -> Source:
             f"{root} holds no files of rows ({FORMATS}), but {len(files)} others; give some with the columns "
             f"{', '.join(columns.contents.values())}"
         )
-    paths, uri = found[kind], root.uri
+    paths = found[kind]
+    others = set(files).difference(paths, descriptions(paths))
+    if kind == "folder":
+        return replace(_image_source(root.uri, paths, columns), ignored=_endings(others))
     try:
-        is_table = kind != "folder"
-        source = _table_source(uri, paths, columns, kind) if is_table else _image_source(uri, paths, columns)
+        return _table_source(root.uri, paths, columns, kind, others=others)
     except DataError as error:
         # Perhaps images of an unknown format beside a table.
         if only_images and kind in _LINES and None in found:
             known = ", ".join(sorted(EXTENSIONS))
             raise DataError(f"{error}; for images of {root}, known endings are {known}") from None
         raise
-    return replace(source, ignored=_endings(set(files).difference(paths, descriptions(paths))))
 
 
 def _kind_to_read(root: Place, columns: ColumnNames, found: Mapping[str | None, Sequence[str]]) -> str | None:
@@ -344,7 +345,9 @@ def _table_source(
     kind: str,
     *,
     check: Callable[[Place, pa.Schema], None] = lambda *_: None,
+    others: Iterable[str] = (),
 ) -> Source:
+    """Return the rows of ``files``; ``others`` are the further files of a folder, which are counted as ignored."""
     root, reader = Place(folder_of(uri)), READERS[kind]
     places = [root / file for file in files]
     _check_links(places)
@@ -394,6 +397,7 @@ def _table_source(
         columns=columns,
         classes=classes,
         has_labels=columns.label is not None,
+        ignored=_endings(_without_images(others, tables, columns)),
         ignored_label=ignored_label,
         unread_columns=_unread_of_pairs(tables[0].schema, columns) if "label" in asked.usual else (),
         types=types,
@@ -474,6 +478,16 @@ def _ignored_label(schemas: Sequence[pa.Schema], columns: ColumnNames) -> str:
         return ""
     kinds = [schema.field("label").type for schema in schemas if schema.names.count("label") == 1]
     return next((str(kind) for kind in kinds if not columns.can_be_label(kind)), "")
+
+
+def _without_images(
+    others: Iterable[str], tables: Sequence[TableFile], columns: ColumnNames
+) -> Iterable[str]:
+    """Return the files beside tables that are not read: if the tables have paths of images, those may be read."""
+    kinds = (each.schema.field(columns.image).type for each in tables if columns.image is not None)
+    if not any(is_image_struct(kind) or is_text(kind) for kind in kinds):
+        return others
+    return (path for path in others if _ending(path) not in EXTENSIONS)
 
 
 def _unread_of_pairs(schema: pa.Schema, columns: ColumnNames) -> tuple[str, ...]:
