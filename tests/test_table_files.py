@@ -649,7 +649,6 @@ def test_labels_may_be_integers_in_one_file_and_floats_in_another(tmp_path: Path
     pq.write_table(pa.table({"text": ["a"], "label": [0.5]}), tmp_path / "c.parquet")
     with pytest.raises(DataError, match=r"column 'label' of .*c.parquet holds 0.5; name another"):
         find_source(str(tmp_path), replace(TEXTS, label="label"))
-    pq.write_table(pa.table({"text": ["a"], "label": ["cat"]}), tmp_path / "c.parquet")
     assert find_source(str(tmp_path), TEXTS).ignored_label == "double"
 
 
@@ -1088,14 +1087,21 @@ def test_labels_and_ids_may_be_missing_in_all_rows_of_a_csv_file(tmp_path: Path)
         assert read(source)["query_id"] == [None, b"x" if label == "x" else 7]
 
 
-def test_integers_and_texts_as_labels_of_typed_files_are_refused(tmp_path: Path) -> None:
+def test_numbers_and_texts_as_labels_of_typed_files_are_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["c"], "label": pa.nulls(1)}), tmp_path / "0.parquet")
-    for integers, texts in ("ab", "ba"):
-        for name, label in {integers: 1, texts: "x"}.items():
+    for number, numbers, texts in ((1, *"ab"), (1, *"ba"), (1.0, *"ab"), (1.0, *"ba")):
+        for name, label in {numbers: number, texts: "x"}.items():
             pq.write_table(pa.table({"text": [name], "label": [label]}), tmp_path / f"{name}.parquet")
-        message = rf"labels are integers in .*{integers}.parquet and string in .*{texts}.parquet; give"
+        message = rf"labels are numbers in .*{numbers}.parquet and string in .*{texts}.parquet; give"
         with pytest.raises(DataError, match=message):
             find_source(str(tmp_path), TEXTS)
+
+
+def test_a_weight_that_is_no_number_is_refused_with_its_row_and_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,w\na,1\nb,NA\n")
+    message = r"row 1: CSV conversion error to double: invalid value 'NA'; give a number in each row of 'w'$"
+    with pytest.raises(DataError, match=message):
+        find_source(str(tmp_path / "a.csv"), ColumnNames(image=None, text="text", weight="w"))
 
 
 def test_empty_lines_before_the_header_are_skipped(tmp_path: Path) -> None:

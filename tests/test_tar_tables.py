@@ -104,6 +104,27 @@ def test_keys_of_json_that_a_run_does_not_read_may_hold_any_values(tmp_path: Pat
         find_source(path, TEXTS)
 
 
+def test_endings_and_keys_that_are_not_utf8_are_left_out(tmp_path: Path) -> None:
+    other = {
+        "txt": b"two",
+        "\udce9t.png": b"mask",
+        "json": b'{"\\ud800": 1}',
+    }  # a byte of Latin-1, and half a surrogate
+    path = str(write_tar(tmp_path / "a.tar", [{"txt": b"one"}, other]))
+    assert read(find_source(path, TEXTS))["text"] == [b"one", b"two"]
+
+
+@pytest.mark.parametrize("first", [{"json": as_json(text="one")}, {"txt": b"one"}], ids=["key", "file"])
+def test_numbers_among_texts_are_refused_before_they_are_read(
+    first: dict[str, bytes], tmp_path: Path
+) -> None:
+    path = str(write_tar(tmp_path / "a.tar", [first, {"json": as_json(text=5)}]))
+    with pytest.raises(
+        DataError, match="column 'text' of .*a.tar holds string and int64; give its values one type"
+    ):
+        find_source(path, TEXTS)
+
+
 def test_texts_that_are_not_utf8_are_invalid_rows(tmp_path: Path) -> None:
     samples = [{"txt": b"fine"}, {"txt": b"caf\xe9"}, {"json": b'{"text": "\\ud800"}'}]
     source = find_source(str(write_tar(tmp_path / "a.tar", samples)), TEXTS)

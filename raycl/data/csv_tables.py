@@ -31,6 +31,7 @@ _FIRST_FIELD = re.compile(r'(?:"(?:[^"]|"")*"|(?!")[^,;\t|]*)([,;\t|])')  # and 
 _ROW = re.compile(r"Row #([0-9]+)")
 _BLOCK_BYTES = 16 * 2**20  # the longest row
 _LAST = b"raycl: the last row"
+_WHOLE_LINES = "give a header, and as many fields in each row, with quotes around one that has a comma"
 _MOST_HEADER_BYTES = 64 * 2**10
 
 
@@ -76,7 +77,8 @@ class CsvTables(TableFormat):
 
     def column(self, place: Place, name: str, types: pa.Schema | None) -> pa.ChunkedArray:
         """Return a column of all rows."""
-        with _reading(place), open_text(place) as stream:
+        # The lines were read before, so that only numbers, such as weights, may be invalid.
+        with _reading(place, f"give a number in each row of {name!r}"), open_text(place) as stream:
             return _open(place, stream, [name], chosen(types, [name])).read_all()[name]
 
 
@@ -209,8 +211,7 @@ def _type(roles: Collection[str], kind: pa.DataType) -> pa.DataType:
     return pa.binary() if _TEXTS & set(roles) else pa.string()
 
 
-def _reading(place: Place) -> AbstractContextManager[None]:
-    remedy = "give a header, and as many fields in each row, with quotes around one that has a comma"
+def _reading(place: Place, remedy: str = _WHOLE_LINES) -> AbstractContextManager[None]:
     return reading(place, "csv", remedy, cause=_cause)
 
 

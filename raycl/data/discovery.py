@@ -435,10 +435,9 @@ def _classes(
     floats = [str(kind) for kind in kinds if may_be_fractions(kind)]
     # A file without any label does not determine whether labels are integers.
     first = next((kind for kind in kinds if not pa.types.is_null(kind)), pa.null())
-    if not floats:
-        _check_one_kind({str(each.place): kind for each, kind in zip(tables, kinds, strict=False)})
-        if are_numbers(first):
-            return None, ""
+    _check_one_kind({str(each.place): kind for each, kind in zip(tables, kinds, strict=False)})
+    if not floats and are_numbers(first):
+        return None, ""
     with ThreadPoolExecutor(8) as pool:
         distinct = list(
             pool.map(lambda each: distinct_labels(reader.column(each.place, label, types)), tables)
@@ -454,12 +453,12 @@ def _classes(
 
 
 def _check_one_kind(kinds: Mapping[str, pa.DataType]) -> None:
-    """Raise if the labels of some files are integers and those of others text; ``kinds`` are by file."""
-    numbers = [place for place, kind in kinds.items() if are_numbers(kind)]
+    """Raise if the labels of some files are numbers and those of others text; ``kinds`` are by file."""
+    numbers = [place for place, kind in kinds.items() if are_numbers(kind) or pa.types.is_floating(kind)]
     texts = [place for place, kind in kinds.items() if is_text(kind) and not pa.types.is_null(kind)]
     if numbers and texts:
         raise DataError(
-            f"labels are integers in {numbers[0]} and {kinds[texts[0]]} in {texts[0]}; give integers or text in all files"
+            f"labels are numbers in {numbers[0]} and {kinds[texts[0]]} in {texts[0]}; give integers or text in all files"
         )
 
 

@@ -72,6 +72,10 @@ class TarTables(TableFormat):
                 kind = _kind(place, name, value, is_text=name in as_text) if name in wanted else pa.null()
                 if kind not in kinds:
                     kinds.append(kind)
+        for name in wanted.keys() & found.keys() - as_text:
+            reduce(partial(common_type, f"{name!r} of {place}"), map(_read_as_text, found[name]))
+        # Other endings and keys may be in any encoding.
+        found = {name: kinds for name, kinds in found.items() if _is_utf8(name)}
         schema = found_schema(place, columns, found, _common) if num_rows else pa.schema([])
         return TableFile(place=place, group_sizes=[num_rows] if num_rows else [], schema=schema)
 
@@ -263,6 +267,15 @@ def _kind(place: Place, name: str, value: Any, *, is_text: bool) -> pa.DataType:
         case None:
             return pa.null()
     return pa.struct([])
+
+
+def _read_as_text(kind: pa.DataType) -> pa.DataType:
+    """Return text for the content of a file, which may be one beside texts in JSON."""
+    return pa.string() if pa.types.is_binary(kind) else kind
+
+
+def _is_utf8(name: str) -> bool:
+    return name.encode(errors="replace").decode() == name
 
 
 def _common(column: str, one: pa.DataType, other: pa.DataType) -> pa.DataType:
