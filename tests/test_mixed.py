@@ -372,7 +372,7 @@ def test_a_data_set_without_any_label_may_lie_beside_one_with_names_of_classes(
         ),
         (
             {},
-            r"a.parquet has the columns image, label, and .*/b.parquet has the columns image; give all data sets",
+            r"a.parquet has the columns image, label, and .*/b.parquet has the columns image; give all data sets labels, or none of them; a column label",
         ),
     ],
 )
@@ -384,6 +384,29 @@ def test_data_sets_of_other_columns_or_labels_are_refused(
     sources = [find_source(str(tmp_path / f"{name}.parquet")) for name in "ab"]
     with pytest.raises(RayclError, match=message):
         DataModule(run_of(), None, sources)
+
+
+def test_class_folders_may_lie_beside_files_with_a_column_of_labels(tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        (tmp_path / "folders" / name).mkdir(parents=True)
+        (tmp_path / "folders" / name / "a.png").write_bytes(b"")
+    (tmp_path / "flat").mkdir()
+    (tmp_path / "flat" / "a.png").write_bytes(b"")
+    for name, label in (("named", "ant"), ("without", None)):
+        labels = pa.array([label], pa.string())
+        pq.write_table(pa.table({"jpg": [b""], "class": labels}), tmp_path / f"{name}.parquet")
+    columns = ColumnNames(image="jpg", label="class")
+    folders, named, without, flat = (
+        find_source(str(tmp_path / name), columns)
+        for name in ("folders", "named.parquet", "without.parquet", "flat")
+    )
+    for sets in ([folders, named, without], [named, folders, without]):
+        module = DataModule(run_of(), None, sets)
+        assert [each.classes for each in module.data_sets] == [("ant", "cat", "dog")] * 3
+    with pytest.raises(
+        RayclError, match="folders has .* and class folders, and .*/flat has .*; give all data sets labels"
+    ):
+        DataModule(run_of(), None, [folders, flat])
 
 
 def test_the_columns_of_a_click_log_are_named_as_in_its_file(

@@ -269,14 +269,25 @@ def decoded_bytes(
 
 
 def _check_columns(data_sets: Sequence[DataSet]) -> None:
-    """Raise ``DataError`` unless all data sets have the same columns."""
+    """Raise ``DataError`` unless all data sets have the same columns, and all of them labels or none."""
     first = data_sets[0]
     for each in data_sets[1:]:
-        if (each.columns, each.has_labels) != (first.columns, first.has_labels):
-            raise DataError(
-                f"{first.name} has {_listed(first)}, and {each.name} has {_listed(each)}; "
-                "give all data sets the same columns"
+        is_same = _compared(each.columns) == _compared(first.columns)
+        if is_same and each.has_labels == first.has_labels:
+            continue
+        remedy = "the same columns"
+        if is_same:
+            remedy = (
+                "labels, or none of them; a column label of parquet files may hold null for rows without one"
             )
+        raise DataError(
+            f"{first.name} has {_listed(first)}, and {each.name} has {_listed(each)}; give all data sets {remedy}"
+        )
+
+
+def _compared(columns: ColumnNames) -> ColumnNames:
+    """Return the columns without the names of those that a folder of images does not have."""
+    return replace(columns, label=None, image=columns.image and "image")
 
 
 def _ids_of(decoded: DecodedRows) -> NDArray[np.int64]:
