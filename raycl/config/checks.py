@@ -242,6 +242,7 @@ def _check_views(run: "RunConfig") -> str | None:
 def _check_losses(run: "RunConfig") -> str | None:
     found = (
         _problem_of_loss(run, stage.loss)
+        or _problem_of_prediction(run, stage.loss)
         or _problem_of_prefixes(run, stage)
         or _problem_of_weights(run, stage)
         or _problem_of_lengths(run, stage)
@@ -379,6 +380,17 @@ def _problem_of_loss(run: "RunConfig", loss: str) -> str | None:
     if spec.neighbors and not run.has_prediction_head:
         return f"loss {loss} compares neighbors with predictions; set prediction_head.num_layers to 1, 2 or 3"
     return None
+
+
+def _problem_of_prediction(run: "RunConfig", loss: str) -> str | None:
+    """Return a message if another stage has a prediction head, which this loss does not allow."""
+    if LOSSES[loss].predicts or not run.has_prediction_head or why_inactive(run, "prediction_head"):
+        return None
+    other = "info_nce with hinge_weight 1" if loss == MIXED else "info_nce"
+    return (
+        f"loss {loss} is incompatible with the prediction head of the other stages; set loss to {other}, or "
+        "prediction_head.num_layers to 0"
+    )
 
 
 _SIDES = {"sample_id": "query", "query_id": "query", "document_id": "document"}  # of a guide, by their ids

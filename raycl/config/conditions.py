@@ -137,8 +137,8 @@ _CROSS_ENTROPY = Condition(
     "stages.N.hinge_weight",
 )
 _PREDICTED = Condition(
-    f"loss {losses_that(lambda spec: spec.predicts)} in all stages",
-    lambda run, _: all(LOSSES[stage.loss].predicts for stage in run.stages),
+    f"loss {losses_that(lambda spec: spec.predicts)} in a stage",
+    lambda run, _: any(LOSSES[stage.loss].predicts for stage in run.stages),
 )
 _SHARED_WORKERS = Condition(
     "a stage without workers of its own", lambda run, _: any(not stage.workers for stage in run.stages)
