@@ -30,7 +30,7 @@ from raycl.training.job import Job
 from raycl.training.metrics_logger import MetricsLogger
 from raycl.training.process import prepare_process
 from raycl.training.run_chain import RunChain
-from raycl.training.stages import Position
+from raycl.training.stages import Position, next_hinge_step
 from raycl.training.standby import stand_by, stand_by_elsewhere
 from raycl.training.step import StepOutput
 from raycl.training.step_runner import StepRunner
@@ -250,13 +250,14 @@ class Trainer:
                 f"no checkpoint from before the collapse of step {position.step} is left to roll back to; "
                 "set checkpoints.keep higher"
             )
+        begin = next_hinge_step(self._runner.plans, restored.position)
+        until = begin + self._config.monitor.cross_entropy_steps
         rolled_back = replace(
             restored.position,
             seconds=position.seconds,
             rollbacks=position.rollbacks + 1,
-            cross_entropy_until=restored.position.step + self._config.monitor.cross_entropy_steps,
+            cross_entropy_until=until,
         )
-        until = rolled_back.cross_entropy_until
         text = f"rolled back from step {position.step}; cross-entropy until step {until}"
         self._logger.roll_back(rolled_back, text)
         self._metrics["rollbacks"] = rolled_back.rollbacks
