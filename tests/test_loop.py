@@ -102,6 +102,7 @@ class PretendedMonitor:
     """Report a collapse once at each step that the test names."""
 
     is_healthy = True
+    reports_again = False
 
     def __init__(self, run: Pretended) -> None:
         self._collapses = run.collapses
@@ -114,6 +115,9 @@ class PretendedMonitor:
 
     def reset(self) -> None:
         pass
+
+    def report_again(self) -> None:
+        self.reports_again = True
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -303,6 +307,19 @@ def test_a_run_that_stops_on_collapse_keeps_its_last_checkpoint(begin: Begin) ->
         trainer.run()
     assert run.steps == [1, 2, 3]
     assert run.saved == ["step-00000002"]
+
+
+@pytest.mark.parametrize(
+    ("on_collapse", "is_reported"), [("warn", False), ("stop", True), ("rollback", True)]
+)
+def test_a_resumed_run_responds_to_a_collapse_that_was_warned_of(
+    on_collapse: str, is_reported: bool, begin: Begin
+) -> None:
+    restored = SimpleNamespace(
+        position=Position(step=2), is_evaluated=False, metrics={}, monitor_state={}, chain_state={}
+    )
+    trainer, _ = begin(HINGE | {"monitor.on_collapse": on_collapse}, restored)
+    assert trainer._monitor.reports_again == is_reported  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_a_worker_holds_no_checkpoint_while_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:

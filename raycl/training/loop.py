@@ -102,6 +102,8 @@ class Trainer:
         )
         if restored is not None:
             self._monitor.load_state_dict(restored.monitor_state)
+            if self._config.monitor.on_collapse != "warn":
+                self._monitor.report_again()  # only a warning was given before: the other responses end the steps
         self._logger = MetricsLogger(
             job,
             runner.position,
