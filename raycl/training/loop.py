@@ -93,7 +93,8 @@ class Trainer:
         self._last_views: Views | None = None
         self._runner = runner = StepRunner(job, restored, device)
         if rank() == 0 and runner.config.tower_precision != self._config.tower_precision:
-            job.coordinator.add_notice.remote("a GPU has no bfloat16: the run computes in float32")
+            text = "a GPU has no bfloat16: the run computes in float32"
+            job.coordinator.add_notice.remote(text, once=True)
         self._config = runner.config
         self._evaluator = build_evaluator(job, self._config, runner.rows, runner.transform)
         self._snapshots = build_snapshot_writer(job, runner.rows, runner.transform)
