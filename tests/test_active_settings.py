@@ -669,6 +669,20 @@ def test_the_configuration_page_lists_all_conditions() -> None:
     }
 
 
+def test_one_schedule_over_the_run_has_the_warmup_of_its_first_stage() -> None:
+    def planned(scope: str, *, stage: int) -> RunConfig:
+        scopes = {"stages.0.learning_rate_scope": scope, "stages.1.epochs": 5}
+        return override(recipe("simclr"), scopes | {f"stages.{stage}.warmup_epochs": 2.0})
+
+    with pytest.raises(
+        ConfigError,
+        match=r"stages\.1\.warmup_epochs acts only with learning_rate_scope stage, or in the first",
+    ):
+        planned("run", stage=1)
+    assert [stage.warmup_epochs for stage in planned("run", stage=0).stages] == [2.0, 10.0]
+    assert planned("stage", stage=1).stages[1].warmup_epochs == 2.0
+
+
 def test_a_learned_temperature_begins_in_the_first_stage_also_if_two_are_one_object() -> None:
     stage = Stage(steps=3, temperature=0.07)
     with pytest.raises(ValueError, match=r"stages\.1\.temperature acts only with learn_temperature false"):

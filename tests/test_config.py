@@ -215,6 +215,11 @@ INCOMPATIBLE = {  # a recipe and its settings, and a pattern of the error
     "nnclr negatives.store=none": "nnclr is incompatible .* takes key tower, and negatives.store queue",
     "nnclr key=momentum_encoder": "nnclr is incompatible .* takes key tower, and negatives.store queue",
     "nnclr prediction_head.num_layers=0": "neighbors with predictions; set prediction_head.num_layers to",
+    "nnclr stages.1.loss=hinge": (
+        "hinge is incompatible with the prediction head of the other stages; set loss to info_nce with hinge_weight 1, "
+        "or prediction_head.num_layers to 0$"
+    ),
+    "moco_v3 key=tower stages.1.loss=dcl": "dcl is .* prediction head of the other stages; set loss to info_nce, or",
     "nnclr negatives.in_batch=false": "nnclr needs in-batch negatives; set negatives.in_batch=true",
     "nnclr negatives.capacity=255": "negatives.capacity 255 is less than a batch of 256",
     "two_tower stages.0.loss=nnclr negatives.store=queue": "nnclr compares views of one sample, but",
@@ -227,6 +232,13 @@ def test_incompatible_parts_of_methods_are_refused(given: str) -> None:
     name, *settings = given.split()
     with pytest.raises(ConfigError, match=INCOMPATIBLE[given]):
         override(recipe(name, image_size=32), settings)
+
+
+def test_a_stage_with_the_hinge_alone_keeps_the_prediction_head() -> None:
+    later = {"stages.1.hinge_weight": 1.0, "stages.1.epochs": 5}
+    config = override(recipe("moco_v3", image_size=32), later)
+    assert config.has_prediction_head
+    assert [stage.is_hinge for stage in config.stages] == [False, True]
 
 
 QUEUE = "negatives.store=queue negatives.capacity=4096"

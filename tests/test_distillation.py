@@ -1,7 +1,12 @@
 """The loss of a student and its teacher; tests/workers/test_objectives.py compares it with the plain formula."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -10,10 +15,18 @@ from raycl.errors import ConfigError
 from raycl.losses import distillation
 from raycl.losses.guide import Guide
 from raycl.recipes import recipe
+from raycl.step_replay.record import read_record
+from raycl.step_replay.restore import coming_views
+from raycl.step_replay.rows import read_rows
+from raycl.training import step_runner
 from raycl.training.data_module import check_width
-from tests.embeddings import make_views
+from raycl.training.guide import read_guide
+from raycl.training.step_runner import StepRunner
+from tests.embeddings import make_rows, make_views
 from tests.gradients import assert_close, leaves, value_and_gradients
+from tests.images import write_digits
 from tests.plain_losses import plain_distillation
+from tests.recorded_runs import record_run, small_config
 
 QUERY, KEY = make_views(40, 6)
 
@@ -111,16 +124,50 @@ def test_a_teacher_of_another_width_and_prefixes_are_refused() -> None:
         override(config, {"stages.0.matryoshka_dims": [64]})
 
 
-def test_a_stage_that_cannot_use_the_teacher_is_refused_with_a_working_remedy() -> None:
-    settings = {
-        "negatives.guide.query": "teacher",
-        "stages.0.loss": "distillation",
-        "stages.1.loss": "nt_xent",
-    }
-    with pytest.raises(
-        ConfigError, match="nt_xent cannot use negatives.guide; set loss to info_nce or clip$"
-    ):
-        override(recipe("simcse"), settings)
+@pytest.mark.parametrize("changes", [{"loss": "nt_xent"}, {"loss": "info_nce", "hinge_weight": 0.5}])
+def test_a_teacher_that_would_mask_another_stage_is_refused_with_a_working_remedy(
+    changes: dict[str, Any],
+) -> None:
+    settings = {"negatives.guide.query": "teacher", "stages.0.loss": "distillation"}
+    settings |= {f"stages.1.{name}": value for name, value in changes.items()}
+    with pytest.raises(ConfigError, match="negatives.guide.* or negatives.guide.margin to 0$"):
+        override(recipe("simcse"), settings | {"negatives.guide.margin": 0.1})
+    override(recipe("simcse"), settings)
+
+
+@pytest.mark.parametrize("loss", ["info_nce", "nt_xent", "hinge"])
+def test_a_stage_after_a_distillation_has_the_loss_of_a_run_without_a_teacher(
+    loss: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = {"stages.0.loss": "info_nce", "stages.0.steps": 2, "stages.1.loss": loss, "stages.1.steps": 2}
+    data = write_digits(tmp_path / "digits.parquet", 80)
+    alone = read_rows(
+        read_record(str(record_run(small_config("simclr", stages), data, tmp_path / "run")))
+    ).job
+    ids, teacher = np.arange(80), tmp_path / "teacher"
+    teacher.mkdir()
+    vectors = {"sample_id": ids, "representation": make_rows(80, 5).tolist()}
+    pq.write_table(pa.table(vectors), teacher / "rows.parquet")
+    learning = {"stages.0.loss": "distillation", "negatives.guide.query": str(teacher)}
+    config = override(alone.config, learning)
+    tables: Any = read_guide(config.negatives.guide, [pa.table({"sample_id": ids})], [])
+    monkeypatch.setattr(step_runner.ray, "get", lambda reference: reference)
+    device = torch.device("cpu")
+    student = StepRunner(replace(alone, config=config, guide=tables), None, device)
+    views = coming_views(student)
+    assert [student.step(next(views), is_watched=True).guided is not None for _ in range(2)] == [True, True]
+
+    coming = next(views)
+    runner = StepRunner(alone, None, device)
+    runner.state.load_state_dict(student.state.state_dict())
+    runner.position = student.position
+    found, expected = (
+        each.step(of_stage, is_watched=True)
+        for each, of_stage in ((student, coming), (runner, next(runner.views())))
+    )
+    assert found.loss == expected.loss
+    assert found.collapsed_loss == expected.collapsed_loss is not None
+    assert found.guided is None
 
 
 def test_a_teacher_may_mask_negatives_in_another_stage() -> None:

@@ -102,6 +102,7 @@ class PretendedMonitor:
     """Report a collapse once at each step that the test names."""
 
     is_healthy = True
+    reports_again = False
 
     def __init__(self, run: Pretended) -> None:
         self._collapses = run.collapses
@@ -114,6 +115,9 @@ class PretendedMonitor:
 
     def reset(self) -> None:
         pass
+
+    def report_again(self) -> None:
+        self.reports_again = True
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -206,6 +210,28 @@ def test_a_rollback_reads_the_epoch_again_from_the_restored_step(
     assert run.bank_snapshots == [0, 2, 4, 6, 8]
 
 
+@pytest.mark.parametrize(
+    ("restored_step", "stage", "until"), [(2, 0, 4 + 500), (4, 1, 4 + 500), (5, 1, 5 + 500)]
+)
+def test_the_cross_entropy_after_a_rollback_replaces_steps_with_a_hinge(
+    restored_step: int, stage: int, until: int, begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = {"stages.0.epochs": 1, "stages.1.loss": "hinge", "monitor.on_collapse": "rollback"}
+    trainer, run = begin(stages, collapses={6})
+    in_stage = restored_step - 4 * stage
+    position = Position(
+        step=restored_step, epoch=stage, epoch_step=in_stage, stage=stage, stage_step=in_stage
+    )
+    restored = SimpleNamespace(position=position, chain_state={})
+    monkeypatch.setattr(loop, "load_healthy_checkpoint", lambda: restored)
+    trainer.run()
+    assert run.steps == [*range(1, 7), *range(restored_step + 1, 9)]
+    assert trainer._position.cross_entropy_until == until
+    roll_back: Any = trainer._logger.roll_back
+    ((_, text), _) = roll_back.call_args
+    assert text == f"rolled back from step 6; cross-entropy until step {until}"
+
+
 def test_checkpoints_of_one_step_share_the_snapshot_of_the_bank(begin: Begin) -> None:
     trainer, run = begin({"checkpoints.every_steps": 4}, is_evaluated=True)
     trainer.run()
@@ -281,6 +307,19 @@ def test_a_run_that_stops_on_collapse_keeps_its_last_checkpoint(begin: Begin) ->
         trainer.run()
     assert run.steps == [1, 2, 3]
     assert run.saved == ["step-00000002"]
+
+
+@pytest.mark.parametrize(
+    ("on_collapse", "is_reported"), [("warn", False), ("stop", True), ("rollback", True)]
+)
+def test_a_resumed_run_responds_to_a_collapse_that_was_warned_of(
+    on_collapse: str, is_reported: bool, begin: Begin
+) -> None:
+    restored = SimpleNamespace(
+        position=Position(step=2), is_evaluated=False, metrics={}, monitor_state={}, chain_state={}
+    )
+    trainer, _ = begin(HINGE | {"monitor.on_collapse": on_collapse}, restored)
+    assert trainer._monitor.reports_again == is_reported  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_a_worker_holds_no_checkpoint_while_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,13 @@ def test_numbers_without_a_loss_are_reported() -> None:
     ]
     assert not list(_untrained_numbers(override(config, {"stages.0.matryoshka_dims": [64, 1024]})))
     assert not list(_untrained_numbers(recipe("two_tower")))
+    # Other stages may train them.
+    wider = override(config, {"stages.1.matryoshka_dims": [128, 512]})
+    assert [note.partition(" numbers")[0] for note in _untrained_numbers(wider)] == [
+        "stages.1.matryoshka_dims ends with 512: the other 512"
+    ]
+    for dims in ([64, 1024], None):
+        assert not list(_untrained_numbers(override(config, {"stages.1.matryoshka_dims": dims})))
 
 
 @pytest.mark.parametrize(

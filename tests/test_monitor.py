@@ -259,9 +259,27 @@ def test_the_last_reading_decides_whether_the_run_is_healthy() -> None:
         assert monitor.is_healthy == healthy
 
 
-def test_a_monitor_reports_only_once_despite_a_recovery() -> None:
+@pytest.mark.parametrize(("num_good", "reports"), [(2, 1), (3, 4)])
+def test_a_collapse_is_reported_again_after_patience_healthy_readings(num_good: int, reports: int) -> None:
+    monitor = CollapseMonitor(patience=3)
+    watch(monitor, sequence(*[GOOD] * 5))
+    assert len(watch(monitor, sequence(*([POINT] * 5 + [GOOD] * num_good) * 4))) == reports
+
+
+def test_a_collapse_is_reported_again_if_asked() -> None:
     monitor = CollapseMonitor()
-    assert len(watch(monitor, sequence(*([GOOD] * 5 + [POINT] * 5) * 4))) == 1
+    assert len(watch(monitor, sequence(*[GOOD] * 5, *[POINT] * 5))) == 1
+    monitor.report_again()
+    assert [step for step, _ in watch(monitor, sequence(*[POINT] * 5, first=10))] == [100]
+
+
+def test_the_state_of_an_earlier_version_is_restored() -> None:
+    monitor, restored = CollapseMonitor(), CollapseMonitor()
+    watch(monitor, sequence(*[GOOD] * 4, *[POINT] * 4))
+    state = monitor.state_dict()
+    del state["num_healthy"]
+    restored.load_state_dict(state)
+    assert restored.state_dict() == monitor.state_dict()
 
 
 def test_a_reset_monitor_equals_a_new_one() -> None:

@@ -121,6 +121,17 @@ def test_an_added_stage_cannot_begin_to_learn_a_bias(learns: bool, tmp_path: Pat
         check_output(added, Place(str(tmp_path)), resume=True)
 
 
+def test_an_added_stage_cannot_remove_the_prediction_head(tmp_path: Path) -> None:
+    config = raycl.recipe("moco_v3", image_size=32)
+    (tmp_path / "config.yaml").write_text(config_to_yaml(config))
+    added = {"stages.1.loss": "hinge"}
+    with pytest.raises(ConfigError, match="hinge is incompatible with the prediction head"):
+        raycl.override(config, added)
+    with pytest.raises(ConfigError, match="--resume would change prediction_head.num_layers from 2 to 0"):
+        without = raycl.override(config, added | {"prediction_head.num_layers": 0})
+        check_output(without, Place(str(tmp_path)), resume=True)
+
+
 def test_a_guide_and_a_corpus_may_move_but_not_come_or_go(tmp_path: Path) -> None:
     def guided(folder: str | None) -> RunConfig:
         settings = {f"negatives.guide.{side}": folder for side in ("query", "document")}

@@ -18,6 +18,7 @@ import torch
 from raycl.data.in_memory import InMemoryDataset
 from raycl.recipes import recipe as recipe_of
 from raycl.storage import Place
+from raycl.training.coordinator import RunCoordinator
 from raycl.training.evaluators import KnnEvaluator, RetrievalEvaluator, build_evaluator
 from raycl.training.launch import _noticing, _warn_of_baseline, _warn_of_solved_task
 from raycl.training.transforms import PairTransform, build_transform
@@ -256,6 +257,22 @@ def test_a_run_with_too_few_held_out_rows_has_no_periodic_knn_and_says_so(num_he
     assert (evaluator is None, notices) == ((False, []) if num_held_out else (True, [(says,)]))
 
 
+def test_the_next_group_of_workers_does_not_repeat_why_a_run_is_not_evaluated() -> None:
+    coordinator = RunCoordinator()
+    add_notice = SimpleNamespace(remote=coordinator.add_notice)
+    table = pa.table({"sample_id": np.arange(4), "label": np.zeros(4, np.int64)})
+    holdout = SimpleNamespace(is_reference=lambda ids: ids < 2, is_test=lambda ids: ids >= 2)
+    job: Any = SimpleNamespace(
+        is_evaluated=True, holdout=holdout, coordinator=SimpleNamespace(add_notice=add_notice)
+    )
+    for _ in range(2):
+        build_evaluator(job, recipe_of("simclr"), InMemoryDataset([table], {}), MagicMock())
+    assert coordinator.notices() == ["all labels are 0 (a negative one is missing): no periodic kNN"]
+    for _ in range(2):  # an event, which may recur
+        coordinator.add_notice("no worker answers")
+    assert coordinator.notices()[1:] == ["no worker answers"] * 2
+
+
 def test_held_out_pairs_that_are_trained_on_are_not_evaluated() -> None:
     config = small_config()
     #                 trained      held out
@@ -273,3 +290,4 @@ def test_held_out_pairs_that_are_trained_on_are_not_evaluated() -> None:
     assert evaluator.test.sample_id.tolist() == [5, 8]
     (notice,) = job.coordinator.add_notice.remote.call_args_list
     assert notice.args == ("3 of 5 held-out pairs are training pairs as well, and are not evaluated",)
+    assert notice.kwargs == {"once": True}

@@ -242,6 +242,7 @@ def _check_views(run: "RunConfig") -> str | None:
 def _check_losses(run: "RunConfig") -> str | None:
     found = (
         _problem_of_loss(run, stage.loss)
+        or _problem_of_prediction(run, stage.loss)
         or _problem_of_prefixes(run, stage)
         or _problem_of_weights(run, stage)
         or _problem_of_lengths(run, stage)
@@ -381,6 +382,17 @@ def _problem_of_loss(run: "RunConfig", loss: str) -> str | None:
     return None
 
 
+def _problem_of_prediction(run: "RunConfig", loss: str) -> str | None:
+    """Return a message if another stage has a prediction head, which this loss does not allow."""
+    if LOSSES[loss].predicts or not run.has_prediction_head or why_inactive(run, "prediction_head"):
+        return None
+    other = "info_nce with hinge_weight 1" if loss == MIXED else "info_nce"
+    return (
+        f"loss {loss} is incompatible with the prediction head of the other stages; set loss to {other}, or "
+        "prediction_head.num_layers to 0"
+    )
+
+
 _SIDES = {"sample_id": "query", "query_id": "query", "document_id": "document"}  # of a guide, by their ids
 
 
@@ -406,13 +418,15 @@ def _check_guide(run: "RunConfig") -> str | None:
         return None
     if missing:
         return f"negatives.guide has no folder of embeddings as {missing[0]}; give query and document, or neither"
-    taught = [LOSSES[stage.loss].taught for stage in run.stages]
-    or_remove = "" if any(taught) else ", or remove negatives.guide"
-    unguided = [stage.loss for stage in run.stages if not LOSSES[stage.loss].guided]
-    if unguided:
-        guided = losses_that(lambda spec: spec.guided and not spec.taught)
-        return f"loss {unguided[0]} cannot use negatives.guide; set loss to {guided}{or_remove}"
-    if not run.has_two_towers and guide.margin <= 0 and not all(taught):
+    guided = [stage for stage in run.stages if run.uses_guide(stage)]
+    is_taught = any(LOSSES[stage.loss].taught for stage in run.stages)
+    or_remove = "" if is_taught else ", or remove negatives.guide"
+    or_unmasked = ", or negatives.guide.margin to 0" if is_taught and not run.has_two_towers else or_remove
+    # Without a teacher, the guide is there to mask.
+    for stage in guided if is_taught else run.stages:
+        if problem := _problem_of_guided(stage, or_unmasked):
+            return problem
+    if not guided:
         return (
             f"negatives.guide masks nothing with negatives.guide.margin {guide.margin:g}: both views of a sample have one "
             "embedding, and no other is nearer; set it above 0, such as to 0.1"
@@ -426,16 +440,21 @@ def _check_guide(run: "RunConfig") -> str | None:
         return (
             f"negatives.guide has no embeddings of stored keys, got negatives.store {store}; set it to none"
         )
-    for stage in run.stages:
-        if stage.has_hinge:
-            return (
-                "negatives.guide masks no negatives of a hinge; set hinge_weight=0, or remove negatives.guide"
-            )
-        if stage.logq_correction == "refined":
-            return (
-                "logq_correction refined counts the negatives, of which negatives.guide masks some; "
-                "set logq_correction to simple or none, or remove negatives.guide"
-            )
+    return None
+
+
+def _problem_of_guided(stage: Stage, or_unmasked: str) -> str | None:
+    """Return a message if the loss of a stage has no teacher and allows no mask; it ends with ``or_unmasked``."""
+    if not LOSSES[stage.loss].guided:
+        guided = losses_that(lambda spec: spec.guided and not spec.taught)
+        return f"loss {stage.loss} cannot use negatives.guide; set loss to {guided}{or_unmasked}"
+    if stage.has_hinge:
+        return f"negatives.guide masks no negatives of a hinge; set hinge_weight=0{or_unmasked}"
+    if stage.logq_correction == "refined":
+        return (
+            "logq_correction refined counts the negatives, of which negatives.guide masks some; "
+            f"set logq_correction to simple or none{or_unmasked}"
+        )
     return None
 
 

@@ -137,8 +137,8 @@ _CROSS_ENTROPY = Condition(
     "stages.N.hinge_weight",
 )
 _PREDICTED = Condition(
-    f"loss {losses_that(lambda spec: spec.predicts)} in all stages",
-    lambda run, _: all(LOSSES[stage.loss].predicts for stage in run.stages),
+    f"loss {losses_that(lambda spec: spec.predicts)} in a stage",
+    lambda run, _: any(LOSSES[stage.loss].predicts for stage in run.stages),
 )
 _SHARED_WORKERS = Condition(
     "a stage without workers of its own", lambda run, _: any(not stage.workers for stage in run.stages)
@@ -324,6 +324,12 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
     "stages.N.hinge_weight": (_MIXES,),
     "stages.N.final_hinge_weight": (_MIXES,),
     "stages.N.proximal_weight": (when("key", "memory_bank"), _when_loss_has("proximal_weight")),
+    "stages.N.warmup_epochs": (
+        Condition(
+            "learning_rate_scope stage, or in the first stage",
+            lambda run, index: run.stages[index].learning_rate_scope == "stage" or index == 0,
+        ),
+    ),
     "evaluation.num_train": (_EVALUATION,),
     "evaluation.num_test": (_EVALUATION,),
     "evaluation.k": (when("data.kind", "image", "text"), _EVALUATION),

@@ -332,6 +332,11 @@ class RunConfig(Section):
             )
         return stage.model_copy(update={"loss": loss, "hinge_weight": 0.0, "final_hinge_weight": None})
 
+    def uses_guide(self, stage: Stage) -> bool:
+        """Return whether a guide, if the run has one, is the teacher of a stage or masks its negatives."""
+        # Both views of an image or a sentence have one embedding, and no other is nearer without a margin.
+        return LOSSES[stage.loss].taught or self.has_two_towers or self.negatives.guide.margin > 0
+
     @property
     def first_bias(self) -> float | None:
         """The initial value of a learned bias, from the first stage whose loss learns one; None without."""

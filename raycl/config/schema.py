@@ -465,7 +465,7 @@ class GuideConfig(Section):
 
     margin: Finite = 0.0
     """A negative is masked if its similarity is above the positive's minus this margin, in cosine. The positive of an
-    image or a sentence has similarity 1, since both views have one embedding; the margin is then above 0.
+    image or a sentence has similarity 1, since both views have one embedding; a mask then needs a margin above 0.
     """
 
     margin_strategy: Literal["absolute", "relative"] = "absolute"

@@ -40,9 +40,9 @@ def healthy_from(max_rank: float) -> dict[str, float]:
 
 @final
 class CollapseMonitor:
-    """Read the metrics of every logged step and report a collapse once.
+    """Read the metrics of every logged step and report a collapse, once until the run recovers.
 
-    A collapse is a sign in ``patience`` consecutive readings of a run that was healthy before, or in
+    A recovery is ``patience`` consecutive readings without a sign of collapse. A collapse is a sign in ``patience`` consecutive readings of a run that was healthy before, or in
     ``initial_patience`` readings of another run. The monitor is deterministic: workers with equal metrics
     get equal results.
     """
@@ -56,6 +56,11 @@ class CollapseMonitor:
         self._streak: _Streak | None = None
         self._num_learned = 0  # consecutive readings that showed learning: a single one may be chance
         self._was_good: set[str] = set()  # the signs that were absent from those readings
+        self._num_healthy = 0  # consecutive readings without a sign
+        self._has_reported = False
+
+    def report_again(self) -> None:
+        """Report a collapse also if it was reported before, as when the response to it has changed."""
         self._has_reported = False
 
     @property
@@ -66,7 +71,7 @@ class CollapseMonitor:
     def update(
         self, *, step: int, measures: Mapping[str, float], loss: float, collapsed_loss: float | None
     ) -> str | None:
-        """Add a reading; return the reason when the run first counts as collapsed, else None.
+        """Add a reading; return the reason if a collapse is to be reported, else None.
 
         Args:
             step: the step of the reading; readings are equally spaced.
@@ -88,8 +93,11 @@ class CollapseMonitor:
         self._num_learned = self._num_learned + 1 if has_learned else 0
         if self._num_learned >= self._patience:
             self._was_good |= _METRICS.keys() - {sign}
+        self._num_healthy = self._num_healthy + 1 if sign is None else 0
         if sign is None:
             self._streak = None
+            if self._num_healthy >= self._patience:
+                self._has_reported = False
             return None
         metric = _METRICS[sign]
         streak = self._streak = self._extended(sign, measures[metric], step)
@@ -112,6 +120,7 @@ class CollapseMonitor:
             "streak": None if self._streak is None else asdict(self._streak),
             "num_learned": self._num_learned,
             "was_good": sorted(self._was_good),
+            "num_healthy": self._num_healthy,
             "has_told": self._has_reported,
         }
 
@@ -119,6 +128,7 @@ class CollapseMonitor:
         """Restore the state of a checkpoint."""
         self._streak = None if state["streak"] is None else _Streak(**state["streak"])
         self._num_learned, self._was_good = state["num_learned"], set(state["was_good"])
+        self._num_healthy = state.get("num_healthy", 0)  # earlier versions did not count them
         self._has_reported = state["has_told"]
 
     def _extended(self, sign: str, value: float, step: int) -> "_Streak":

@@ -72,8 +72,10 @@ class RunCoordinator:
         """Return the latest progress."""
         return dict(self._progress)
 
-    def add_notice(self, text: str) -> None:
-        """Add a line for the user."""
+    def add_notice(self, text: str, *, once: bool = False) -> None:
+        """Add a line for the user; ``once``: unless it was added before, as by an earlier group of workers."""
+        if once and text in self._notices:
+            return
         self._write("add_notice", text)
         self._notices.append(text)
 

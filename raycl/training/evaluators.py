@@ -209,7 +209,7 @@ def build_evaluator(
     if reason := _why_not_evaluated(config, bank, test):
         if rank() == 0:
             measure = "recall" if config.has_two_towers else "kNN"
-            job.coordinator.add_notice.remote(f"{reason}{NOT_EVALUATED}{measure}")
+            job.coordinator.add_notice.remote(f"{reason}{NOT_EVALUATED}{measure}", once=True)
         return None
     precision = config.tower_precision
     if config.has_two_towers:
@@ -245,7 +245,8 @@ def _without_trained(job: Job, test: InMemoryDataset, train: InMemoryDataset) ->
     is_new = np.array([tuple(pair) not in trained for pair in of_test.tolist()], np.bool_)
     if not is_new.all() and rank() == 0:
         job.coordinator.add_notice.remote(
-            f"{(~is_new).sum():,} of {len(test):,} held-out pairs are training pairs as well, and are not evaluated"
+            f"{(~is_new).sum():,} of {len(test):,} held-out pairs are training pairs as well, and are not evaluated",
+            once=True,
         )
     return test.where(lambda _: is_new)
 

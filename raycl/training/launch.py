@@ -364,14 +364,14 @@ def _write_result(run: ValidatedRun, data: DataModule, final: dict[str, Any], co
 
 
 def _untrained_numbers(config: RunConfig) -> Iterator[str]:
-    """Yield a line for each stage whose prefixes leave numbers of the embedding without a loss."""
+    """Yield a line if the prefixes of all stages leave numbers of the embedding without a loss."""
     dim = config.projection_head.dim
-    for number, stage in enumerate(config.stages):
-        if stage.matryoshka_dims is not None and (longest := max(stage.matryoshka_dims)) < dim:
-            yield (
-                f"stages.{number}.matryoshka_dims ends with {longest}: the other {dim - longest} numbers of the embedding "
-                f"are not trained; add {dim} to train them too"
-            )
+    lengths = [max(stage.matryoshka_dims or [dim]) for stage in config.stages]
+    if (longest := max(lengths)) < dim:
+        yield (
+            f"stages.{lengths.index(longest)}.matryoshka_dims ends with {longest}: the other {dim - longest} numbers of "
+            f"the embedding are not trained; add {dim} to train them too"
+        )
 
 
 def _noticing(report: Printer, coordinator: Any) -> Printer:

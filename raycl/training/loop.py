@@ -30,7 +30,7 @@ from raycl.training.job import Job
 from raycl.training.metrics_logger import MetricsLogger
 from raycl.training.process import prepare_process
 from raycl.training.run_chain import RunChain
-from raycl.training.stages import Position
+from raycl.training.stages import Position, next_hinge_step
 from raycl.training.standby import stand_by, stand_by_elsewhere
 from raycl.training.step import StepOutput
 from raycl.training.step_runner import StepRunner
@@ -93,7 +93,8 @@ class Trainer:
         self._last_views: Views | None = None
         self._runner = runner = StepRunner(job, restored, device)
         if rank() == 0 and runner.config.tower_precision != self._config.tower_precision:
-            job.coordinator.add_notice.remote("a GPU has no bfloat16: the run computes in float32")
+            text = "a GPU has no bfloat16: the run computes in float32"
+            job.coordinator.add_notice.remote(text, once=True)
         self._config = runner.config
         self._evaluator = build_evaluator(job, self._config, runner.rows, runner.transform)
         self._snapshots = build_snapshot_writer(job, runner.rows, runner.transform)
@@ -102,6 +103,8 @@ class Trainer:
         )
         if restored is not None:
             self._monitor.load_state_dict(restored.monitor_state)
+            if self._config.monitor.on_collapse != "warn":
+                self._monitor.report_again()  # only a warning was given before: the other responses end the steps
         self._logger = MetricsLogger(
             job,
             runner.position,
@@ -250,13 +253,14 @@ class Trainer:
                 f"no checkpoint from before the collapse of step {position.step} is left to roll back to; "
                 "set checkpoints.keep higher"
             )
+        begin = next_hinge_step(self._runner.plans, restored.position)
+        until = begin + self._config.monitor.cross_entropy_steps
         rolled_back = replace(
             restored.position,
             seconds=position.seconds,
             rollbacks=position.rollbacks + 1,
-            cross_entropy_until=restored.position.step + self._config.monitor.cross_entropy_steps,
+            cross_entropy_until=until,
         )
-        until = rolled_back.cross_entropy_until
         text = f"rolled back from step {position.step}; cross-entropy until step {until}"
         self._logger.roll_back(rolled_back, text)
         self._metrics["rollbacks"] = rolled_back.rollbacks

@@ -104,6 +104,16 @@ def stage_plans(config: RunConfig, *, num_train: Sequence[int]) -> list[StagePla
     return plans
 
 
+def next_hinge_step(plans: Sequence[StagePlan], position: Position) -> int:
+    """Return the first step, from this position on, of a stage with a hinge; the position's own step without one."""
+    begin = position.step - position.stage_step
+    for plan in plans[position.stage :]:
+        if plan.stage.has_hinge:
+            return max(begin, position.step)
+        begin += plan.num_steps
+    return position.step
+
+
 def momentum_schedule(config: RunConfig, plans: Sequence[StagePlan]) -> Schedule:
     """Return the momentum of the momentum encoder by step of the run."""
     first, last = config.momentum_encoder.momentum, config.momentum_encoder.final_momentum

@@ -1,6 +1,7 @@
 """The steps of a run on one worker, without its logs, evaluations and checkpoints."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import final
 
@@ -131,6 +132,8 @@ class StepRunner:
         hinge_weight = plan.hinge_weight(position.stage_step)
         if position.step < position.cross_entropy_until:
             stage, hinge_weight = self.config.without_hinge(stage), 0.0
+        if not self.config.uses_guide(stage):
+            views = replace(views, example_ids=replace(views.example_ids, guide=None))
         objective = self.state.objective(
             self.config,
             stage,
