@@ -42,9 +42,9 @@ def healthy_from(max_rank: float) -> dict[str, float]:
 class CollapseMonitor:
     """Read the metrics of every logged step and report a collapse, once until the run recovers.
 
-    A recovery is ``patience`` consecutive readings without a sign of collapse. A collapse is a sign in ``patience`` consecutive readings of a run that was healthy before, or in
-    ``initial_patience`` readings of another run. The monitor is deterministic: workers with equal metrics
-    get equal results.
+    A recovery is ``patience`` consecutive readings without a sign of collapse. A collapse is a sign in ``patience``
+    consecutive readings of a run that was healthy before, or in ``initial_patience`` readings of another run. The monitor
+    is deterministic: workers with equal metrics get equal results.
     """
 
     def __init__(self, *, patience: int = 3, initial_patience: int = 20) -> None:
