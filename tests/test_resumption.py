@@ -11,9 +11,9 @@ from unittest.mock import MagicMock
 import pytest
 
 import raycl
-from raycl.cli.plan import resumed_run
+from raycl.cli.plan import plan_run, resumed_run
 from raycl.config import RunConfig
-from raycl.config.overrides import config_to_yaml
+from raycl.config.overrides import config_from_yaml, config_to_yaml
 from raycl.errors import ConfigError, DataError, RunError, StorageError
 from raycl.records import read_result, write_result
 from raycl.storage import Place
@@ -314,6 +314,16 @@ def test_a_run_resumes_by_default_with_its_own_settings_and_data(output: str, ad
     (Path(output) / "data.json").write_text(json.dumps(described(data=addresses)))
     expected = [addresses] if isinstance(addresses, str) else addresses or []
     assert resumed_run(output) == (f"{output}/config.yaml", expected)
+
+
+def test_a_run_of_an_earlier_version_resumes_without_its_settings_that_do_nothing(output: str) -> None:
+    own = f"{output}/config.yaml"
+    saved = Path(own).read_text()
+    Path(own).write_text(f"{saved}separate_towers: true\n")
+    config = plan_run(own, data=[], flags={}, settings=[], resumed=output).config
+    assert config == config_from_yaml(saved)
+    with pytest.raises(ConfigError, match=r"separate_towers acts only with data.kind pairs"):
+        plan_run(own, data=[], flags={}, settings=[])
 
 
 def test_a_new_run_has_no_settings_and_data_to_resume_with(tmp_path: Path) -> None:

@@ -72,7 +72,8 @@ def plan_run(
     if path.endswith((".yaml", ".yml")):
         from raycl.storage import Place
 
-        config = config_from_yaml(Place(run).read_text(), name=run)
+        # An earlier version of raycl may have written the file of the run itself.
+        config = config_from_yaml(Place(run).read_text(), name=run, trained=_is_own(run, resumed))
         _check_flags(flags, config, run)
         return RunPlan(override_pairs(config, overrides))
     config = recipe(run, image_size=LARGEST)
@@ -181,6 +182,11 @@ def resumed_run(output: str) -> tuple[str | None, list[str]]:
     config, described = Place(output) / CONFIG, Place(output) / DATA
     addresses = listed(read_object(described).get("data")) if described.exists() else []
     return config.uri if config.exists() else None, addresses
+
+
+def _is_own(config: str, output: str | None) -> bool:
+    """Whether a file of settings is the one in this output."""
+    return output is not None and config == resumed_run(output)[0]
 
 
 def run_flags(
