@@ -7,7 +7,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from raycl.arguments import Address, as_address, as_addresses, check_type, listed, optional_address
-from raycl.cli.plan import Settings, check_measure, command_settings, plan_run, resumed_run, run_flags
+from raycl.cli.plan import (
+    Settings,
+    check_measure,
+    command_settings,
+    own_data,
+    own_settings,
+    plan_run,
+    run_flags,
+)
 from raycl.config import RunConfig
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.inference.preflight import check_inputs, check_options
@@ -66,9 +74,10 @@ def train(
     """
     output, uris = as_address("output", output), as_addresses("data", data)
     datasets = listed(dataset)
-    if resume and dataset is None:
-        config_file, addresses = resumed_run(output)
-        recipe, uris = recipe or (None if like else config_file), uris or addresses
+    if resume and recipe is None and like is None:
+        recipe = own_settings(output)
+    if resume and data is None and dataset is None:
+        uris = own_data(output)
     if (data is None and not uris) == (dataset is None):
         raise ConfigError("give exactly one of data (an address) and dataset (a Ray Dataset)")
     _check_objects(datasets, encoder)

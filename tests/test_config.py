@@ -216,8 +216,7 @@ INCOMPATIBLE = {  # a recipe and its settings, and a pattern of the error
     "nnclr key=momentum_encoder": "nnclr is incompatible .* takes key tower, and negatives.store queue",
     "nnclr prediction_head.num_layers=0": "neighbors with predictions; set prediction_head.num_layers to",
     "nnclr stages.1.loss=hinge": (
-        "hinge is incompatible with the prediction head of the other stages; set loss to info_nce with hinge_weight 1, "
-        "or prediction_head.num_layers to 0$"
+        "hinge is incompatible with the prediction head of the other stages; set loss to info_nce with hinge_weight 1$"
     ),
     "moco_v3 key=tower stages.1.loss=dcl": "dcl is .* prediction head of the other stages; set loss to info_nce, or",
     "nnclr negatives.in_batch=false": "nnclr needs in-batch negatives; set negatives.in_batch=true",

@@ -293,6 +293,8 @@ def test_splits_are_not_taken_for_classes(tmp_path: Path) -> None:
         (["seg_train", "seg_test"], 2),
         (["2017train", "2017val"], 2),
         (["split=train", "test"], 2),
+        (["env=dev", "env=test"], 2),
+        (["env=dev", "env=test", "env=prod"], 0),
         (["train_station", "test_tube"], 0),
         (["freight_train", "blood_test", "train", "bus"], 0),
         (["train", "bus", "car"], 0),

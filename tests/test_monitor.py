@@ -266,6 +266,16 @@ def test_a_collapse_is_reported_again_after_patience_healthy_readings(num_good: 
     assert len(watch(monitor, sequence(*([POINT] * 5 + [GOOD] * num_good) * 4))) == reports
 
 
+def test_a_rank_that_stays_low_is_no_recovery() -> None:
+    monitor = CollapseMonitor()
+    begun = [*[GOOD] * 5, *[{"rank": 1.3, "gap": 0.06}] * 4]
+    waits = [
+        *[{"rank": 1.3, "gap": 0.04}] * 4,
+        *[{"rank": 1.3, "gap": 0.06}] * 4,
+    ]  # low ranks count after learning
+    assert len(watch(monitor, sequence(*begun, *waits * 5))) == 1
+
+
 def test_a_collapse_is_reported_again_if_asked() -> None:
     monitor = CollapseMonitor()
     assert len(watch(monitor, sequence(*[GOOD] * 5, *[POINT] * 5))) == 1

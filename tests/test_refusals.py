@@ -344,6 +344,7 @@ def test_bfloat16_is_refused_if_no_gpu_supports_it() -> None:
         ),
         ([2_800], None),  # 240 rows are less than a tenth
         ([512], None),
+        ([1_030], None),  # 6 are left
         ([360, 360], None),  # batches of several data sets are counted by their weights
     ],
 )

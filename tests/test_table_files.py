@@ -981,6 +981,7 @@ def test_tables_in_folders_of_splits_are_refused_unless_a_pattern_names_them(tmp
         ["test-00000-of-00001.csv", "train-00000-of-00001.csv", "extra.csv"],
         ["test.csv.gz", "train.csv", "extra.csv"],
         ["cats-test.csv", "cats-train.csv", "extra.csv"],
+        ["test-00000-of-00001-a09b74b3ef.csv", "train-00000-of-00001-de45c.csv", "extra.csv"],
     ],
 )
 def test_files_of_splits_beside_another_one_are_refused(files: list[str], tmp_path: Path) -> None:
@@ -1095,6 +1096,31 @@ def test_numbers_and_texts_as_labels_of_typed_files_are_refused(tmp_path: Path) 
         message = rf"labels are numbers in .*{numbers}.parquet and string in .*{texts}.parquet; give"
         with pytest.raises(DataError, match=message):
             find_source(str(tmp_path), TEXTS)
+
+
+def test_a_file_without_labels_may_have_the_type_of_floats(tmp_path: Path) -> None:
+    for name, label in (("a", ["x", "y"]), ("b", [float("nan")] * 2)):
+        pq.write_table(pa.table({"text": [name, "t"], "label": label}), tmp_path / f"{name}.parquet")
+    source = find_source(str(tmp_path), TEXTS)
+    assert (source.classes, read(source)["label"]) == (("x", "y"), [0, 1, -1, -1])
+
+
+def test_grades_may_be_numbers_in_one_file_and_texts_in_another(tmp_path: Path) -> None:
+    for name, label in (("a", [1.0, 0.0]), ("b", ["1", "0"])):
+        columns = {"query": [f"q{name}", "r"], "document": [f"d{name}", "e"], "label": label}
+        pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
+    assert find_source(str(tmp_path), PAIRS).classes == ("0", "0.0", "1", "1.0")
+
+
+@pytest.mark.parametrize("kind", ["decimal32", "decimal64"])
+def test_labels_of_small_decimals_are_ignored_with_a_line(kind: str, tmp_path: Path) -> None:
+    column = pa.array([1, 2], getattr(pa, kind)(5))
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink:
+        table = pa.table({"text": ["a", "b"], "label": column})
+        with pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+    source = find_source(str(tmp_path), TEXTS)
+    assert (source.has_labels, source.ignored_label) == (False, f"{kind}(5, 0)")
 
 
 def test_a_weight_that_is_no_number_is_refused_with_its_row_and_a_remedy(tmp_path: Path) -> None:

@@ -134,17 +134,18 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Pretrain an encoder by contrastive learning."""
-    from raycl.cli.plan import plan_run, resumed_run, run_flags
+    from raycl.cli.plan import own_data, own_settings, plan_run, run_flags
     from raycl.recipes import recipe_like
 
     flags = run_flags(
         workers=workers, gpu=gpu or None, epochs=epochs, steps=steps, batch_size=batch_size, seed=seed
     )
-    if resume:
-        config_file, addresses = resumed_run(output)
-        recipe, data = recipe or (None if like else config_file), data or addresses
+    if resume and recipe is None and like is None:
+        recipe = own_settings(output)
+    if resume and not data:
+        data = own_data(output)
     if not data:
-        raise ConfigError("a new run needs --data; only --resume finds the data of a run")
+        raise ConfigError("a new run needs --data, an address of samples")
     config, sources, notes = plan_run(
         recipe_like(recipe, like),
         data=data,

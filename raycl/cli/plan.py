@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from raycl.arguments import check_type, listed
 from raycl.config import Columns, EncoderConfig, RunConfig, flat
+from raycl.config.conditions import leaves
 from raycl.config.overrides import config_from_yaml, flat_pairs, override_pairs, pairs_of, unknown_setting
-from raycl.errors import ConfigError
+from raycl.errors import ConfigError, DataError
 from raycl.gpus import cpu_has_bfloat16
 from raycl.recipes import recipe
 from raycl.recipes.images import SMALL
@@ -174,19 +175,61 @@ def _changed_rate(config: RunConfig, requested: RunConfig) -> tuple[str, ...]:
     )
 
 
-def resumed_run(output: str) -> tuple[str | None, list[str]]:
-    """Return the address of the settings of the run in ``output``, and those of its data; a Ray Dataset has none."""
-    from raycl.records import CONFIG, DATA, read_object
+def own_settings(output: str) -> str:
+    """Return the address of the settings of the run in ``output``, with which it is resumed.
+
+    Raises ``ConfigError`` without a run, or if the user must name its settings: they contain code outside the packages in
+    RAYCL_TRUSTED, or an address with options.
+    """
+    from raycl.records import CONFIG
     from raycl.storage import Place
 
-    config, described = Place(output) / CONFIG, Place(output) / DATA
-    addresses = listed(read_object(described).get("data")) if described.exists() else []
-    return config.uri if config.exists() else None, addresses
+    file = Place(output) / CONFIG
+    if not file.exists():
+        raise ConfigError(f"there is no run in {output} to resume; give a recipe and --data for a new one")
+    config = config_from_yaml(file.read_text(), name=file.uri, trained=True)
+    config.check_trusted(file.uri)
+    for path, value in leaves(config).items():
+        if _has_options(value):
+            raise ConfigError(
+                f"{path} of {file.uri} is an address with options; give that file as the recipe"
+            )
+    return file.uri
+
+
+def own_data(output: str) -> list[str]:
+    """Return the addresses of the data of the run in ``output``.
+
+    Raises ``ConfigError`` if the user must name them: a Ray Dataset has none, and others have options.
+    """
+    from raycl.records import DATA, read_object
+    from raycl.storage import Place
+
+    file = Place(output) / DATA
+    if not file.exists():
+        raise ConfigError(f"there is no run in {output} to resume; give --data for a new one")
+    addresses = listed(read_object(file).get("data"))
+    if not addresses:
+        raise ConfigError(f"the run in {output} read a Ray Dataset; resume it in Python with dataset=")
+    for each in addresses:
+        if not isinstance(each, str):
+            raise DataError(f"{file.uri} is damaged: {each!r} is no address of data; give --data")
+        if _has_options(each):
+            raise ConfigError(f"{file.uri} names an address with options, {each}; give it as --data")
+    return addresses
+
+
+def _has_options(value: Any) -> bool:
+    """Whether a value is an address that may choose an endpoint or a key, which the run of another user must not do."""
+    return isinstance(value, str) and "://" in value and bool({"?", "@"} & set(value))
 
 
 def _is_own(config: str, output: str | None) -> bool:
     """Whether a file of settings is the one in this output."""
-    return output is not None and config == resumed_run(output)[0]
+    from raycl.records import CONFIG
+    from raycl.storage import Place
+
+    return output is not None and Place(config).uri == (Place(output) / CONFIG).uri
 
 
 def run_flags(

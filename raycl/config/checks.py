@@ -387,10 +387,9 @@ def _problem_of_prediction(run: "RunConfig", loss: str) -> str | None:
     if LOSSES[loss].predicts or not run.has_prediction_head or why_inactive(run, "prediction_head"):
         return None
     other = "info_nce with hinge_weight 1" if loss == MIXED else "info_nce"
-    return (
-        f"loss {loss} is incompatible with the prediction head of the other stages; set loss to {other}, or "
-        "prediction_head.num_layers to 0"
-    )
+    is_needed = any(LOSSES[stage.loss].neighbors for stage in run.stages)
+    or_without = "" if is_needed else ", or prediction_head.num_layers to 0"
+    return f"loss {loss} is incompatible with the prediction head of the other stages; set loss to {other}{or_without}"
 
 
 _SIDES = {"sample_id": "query", "query_id": "query", "document_id": "document"}  # of a guide, by their ids

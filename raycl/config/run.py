@@ -33,7 +33,7 @@ from raycl.config.schema import (
 )
 from raycl.config.stage import Stage
 from raycl.loss_specs import LOSSES, cross_entropy_for
-from raycl.models.registry import HUGGING_FACE, is_transformer
+from raycl.models.registry import HUGGING_FACE, check_trusted, is_transformer
 
 LENIENT = {"inactive": "accepted"}  # context of a validation that accepts inactive settings
 TRAINED = LENIENT | {"problems": "accepted"}  # and also settings that exclude each other
@@ -231,6 +231,12 @@ class RunConfig(Section):
     def encoder_of_texts(self) -> EncoderConfig:
         """The network of captions, or of other texts if the samples are not images."""
         return self.text_encoder if self.data.kind == "image_text" else self.encoder
+
+    def check_trusted(self, where: str) -> None:
+        """Raise ``ConfigError`` if the file ``where`` names networks outside the packages in RAYCL_TRUSTED."""
+        check_trusted(self.encoder.name, where, is_text=self.data.kind in ("text", "pairs"))
+        if self.data.kind == "image_text":
+            check_trusted(self.text_encoder.name, where, is_text=True)
 
     @property
     def counts_tokens(self) -> bool:

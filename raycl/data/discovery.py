@@ -43,6 +43,9 @@ _PARQUET_MARK = b"PAR1"  # the first bytes of each file
 _SPLITS = {"train", "training", "dev", "val", "valid", "validation", "eval", "test", "testing", "unlabeled"}
 _ENDINGS = [ending for each in FILES for ending in each.endings]
 # Words of names that tell no data sets apart, as in train_images, and in train-00000-of-00002.parquet.
+_HASH = re.compile(
+    r"(?<=-of-)(\d+).*"
+)  # and what follows, as in test-00000-of-00001-a09b74b3ef9c3b56.parquet
 _COMMON = {"images", "imgs", "set", "of", *re.findall("[a-z]+", " ".join(_ENDINGS))}
 
 
@@ -151,16 +154,23 @@ def _words_of_splits(is_folder: Mapping[str, bool]) -> dict[str, str]:
     """Return the word of the split in each name of one, such as train; nothing if all have the same word.
 
     Two such names differ only in that word, in numbers and in words such as images, unlike the classes freight_train and
-    blood_test. Files may differ in other words too if there is a split in each name.
+    blood_test. Files may differ in other words too if there is a split in each name. Values such as env=dev and env=test
+    beside env=prod are no splits.
     """
-    words = {name: re.findall("[a-z]+", name.rpartition("=")[2].lower()) for name in is_folder}
+    words = {name: re.findall("[a-z]+", _HASH.sub("", name.rpartition("=")[2].lower())) for name in is_folder}
     found = {name: _SPLITS.intersection(each) for name, each in words.items()}
     split = {name: each.pop() for name, each in found.items() if len(each) == 1}
     may_differ = len(split) == len(words) and not all(is_folder.values())
     ignored = {word for each in words.values() for word in each} if may_differ else _SPLITS | _COMMON
     rest = {name: tuple(each for each in words[name] if each not in ignored) for name in split}
     num_splits = Counter(kind for kind, _ in {(rest[name], split[name]) for name in split})
-    return {name: word for name, word in split.items() if num_splits[rest[name]] > 1}  # not test1 and test2
+    several = {
+        name: word for name, word in split.items() if num_splits[rest[name]] > 1
+    }  # not test1 and test2
+    is_other_key = len(several) < len(words) and any(
+        "=" in name and not name.startswith(("split=", "subset=")) for name in several
+    )
+    return {} if is_other_key else several
 
 
 def _of_all(files: Sequence[str]) -> str:
@@ -435,14 +445,22 @@ def _classes(
     floats = [str(kind) for kind in kinds if may_be_fractions(kind)]
     # A file without any label does not determine whether labels are integers.
     first = next((kind for kind in kinds if not pa.types.is_null(kind)), pa.null())
-    _check_one_kind({str(each.place): kind for each, kind in zip(tables, kinds, strict=False)})
-    if not floats and are_numbers(first):
-        return None, ""
+    if not floats:
+        _check_one_kind({str(each.place): kind for each, kind in zip(tables, kinds, strict=False)})
+        if are_numbers(first):
+            return None, ""
     with ThreadPoolExecutor(8) as pool:
         distinct = list(
             pool.map(lambda each: distinct_labels(reader.column(each.place, label, types)), tables)
         )
     if not floats or columns.labels_are_grades:
+        return class_names(distinct), ""
+    # Floats may all be NaN, of a file without a label.
+    held = {
+        str(each.place): own.type for each, own in zip(tables, distinct, strict=True) if class_names([own])
+    }
+    _check_one_kind(held)
+    if held and all(map(is_text, held.values())):
         return class_names(distinct), ""
     for each, other in zip(tables, map(inexact_label, distinct), strict=True):
         if other is not None and is_asked:
@@ -454,7 +472,7 @@ def _classes(
 
 def _check_one_kind(kinds: Mapping[str, pa.DataType]) -> None:
     """Raise if the labels of some files are numbers and those of others text; ``kinds`` are by file."""
-    numbers = [place for place, kind in kinds.items() if are_numbers(kind) or pa.types.is_floating(kind)]
+    numbers = [place for place, kind in kinds.items() if are_numbers(kind) or may_be_fractions(kind)]
     texts = [place for place, kind in kinds.items() if is_text(kind) and not pa.types.is_null(kind)]
     if numbers and texts:
         raise DataError(

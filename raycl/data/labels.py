@@ -24,7 +24,8 @@ def are_numbers(kind: pa.DataType) -> bool:
 
 def may_be_fractions(kind: pa.DataType) -> bool:
     """Whether a column holds floats or decimals, whose integers are labels; warehouses write all integers as decimals."""
-    return pa.types.is_floating(kind) or pa.types.is_decimal(kind)
+    # Arrow has no functions for smaller decimals, which parquet files do not give either.
+    return pa.types.is_floating(kind) or pa.types.is_decimal128(kind) or pa.types.is_decimal256(kind)
 
 
 def inexact_label(column: pa.ChunkedArray | pa.Array) -> str | None:

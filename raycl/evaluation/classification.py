@@ -196,10 +196,10 @@ def _cause_and_remedy(source: Source) -> str:
     paths = [path.split("/") for each in source.fragments for path in each.paths]
     beside = [names[0] for names in paths if len(names) == 1]
     folders = {names[0] for names in paths if len(names) > 1}
+    if len(folders) == 1:
+        return f": {min(folders)!r} is its only class folder; give images of two classes or more"
     if beside and folders:
         return f": {beside[0]} lies beside its class folders; move all images into class folders"
-    if folders:
-        return f": {min(folders)!r} is its only class folder; give images of two classes or more"
     held = f": column 'label' holds {source.ignored_label}" if source.ignored_label else ""
     return f"{held}; put images in a folder per class, or name the column with --set data.columns.label=NAME"
 

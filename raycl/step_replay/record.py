@@ -7,7 +7,7 @@ from typing import Any, final
 from raycl.config import RunConfig
 from raycl.config.overrides import config_from_yaml
 from raycl.errors import ConfigError, DataError
-from raycl.models.registry import OWN, SPEC, check_trusted
+from raycl.models.registry import OWN, SPEC
 from raycl.records import CONFIG, DATA, RESULT, ROLLBACK, find_run, read_metrics, read_object, read_result
 from raycl.storage import Place
 
@@ -120,10 +120,7 @@ def check_repeatable(run: RecordedRun) -> None:
     for reason, applies in reasons.items():
         if applies:
             raise ConfigError(f"this run cannot be replayed: {reason}")
-    place, is_text = output / CONFIG, config.data.kind in ("text", "pairs")
-    check_trusted(config.encoder.name, place.uri, is_text=is_text)
-    if config.data.kind == "image_text":
-        check_trusted(config.text_encoder.name, place.uri, is_text=True)
+    config.check_trusted((output / CONFIG).uri)
     if (output / SPEC).exists() and read_object(output / SPEC).get("name") == OWN:
         raise ConfigError("the run trained a network of its user's own, which only that program can build")
     if not run.data:

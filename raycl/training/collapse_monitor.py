@@ -42,7 +42,7 @@ def healthy_from(max_rank: float) -> dict[str, float]:
 class CollapseMonitor:
     """Read the metrics of every logged step and report a collapse, once until the run recovers.
 
-    A recovery is ``patience`` consecutive readings without a sign of collapse. A collapse is a sign in ``patience``
+    A recovery is ``patience`` consecutive readings whose metrics are all high enough. A collapse is a sign in ``patience``
     consecutive readings of a run that was healthy before, or in ``initial_patience`` readings of another run. The monitor
     is deterministic: workers with equal metrics get equal results.
     """
@@ -56,7 +56,7 @@ class CollapseMonitor:
         self._streak: _Streak | None = None
         self._num_learned = 0  # consecutive readings that showed learning: a single one may be chance
         self._was_good: set[str] = set()  # the signs that were absent from those readings
-        self._num_healthy = 0  # consecutive readings without a sign
+        self._num_healthy = 0  # consecutive readings without a low metric
         self._has_reported = False
 
     def report_again(self) -> None:
@@ -93,11 +93,11 @@ class CollapseMonitor:
         self._num_learned = self._num_learned + 1 if has_learned else 0
         if self._num_learned >= self._patience:
             self._was_good |= _METRICS.keys() - {sign}
-        self._num_healthy = self._num_healthy + 1 if sign is None else 0
+        self._num_healthy = 0 if low else self._num_healthy + 1
+        if self._num_healthy >= self._patience:
+            self._has_reported = False
         if sign is None:
             self._streak = None
-            if self._num_healthy >= self._patience:
-                self._has_reported = False
             return None
         metric = _METRICS[sign]
         streak = self._streak = self._extended(sign, measures[metric], step)

@@ -190,7 +190,8 @@ def train_validated(
             _check_towers(config, encoder, vocabulary)
         job = _read_data(run, data, coordinator, described, quiet=quiet)
         job = replace(job, vocabulary=vocabulary, network=encoder)
-        _report_unused(config, job.num_train, report)
+        if not run.resumed:
+            _report_unused(config, job.num_train, report)
         with open_bank(job, report) as bank, open_miner(replace(job, bank=bank), report) as job:
             # Only now: a refused run must not leave an output that would require --resume.
             run.lease.check()
@@ -290,12 +291,16 @@ def _report_unused(config: RunConfig, num_train: Sequence[int], report: Printer)
     if len(num_train) > 1 or config.data.samples_per_class is not None:
         return
     [rows] = num_train
+    reported = set[int]()
     for number, stage in enumerate(config.stages):
         steps, unused = divmod(rows, stage.batch_size)
-        if unused >= rows / 10:
+        is_whole = stage.steps is None or stage.steps > steps
+        if is_whole and unused >= rows / 10 and stage.batch_size not in reported:
+            reported.add(stage.batch_size)
+            fitting = rows // (steps + 1) // config.workers_of(stage) * config.workers_of(stage)
             report(
                 f"each epoch leaves out {unused:,} of {rows:,} rows, other ones each time; a stages.{number}.batch_size of "
-                f"about {rows // (steps + 1):,} instead of {stage.batch_size:,} uses nearly all"
+                f"about {fitting:,} instead of {stage.batch_size:,} uses nearly all"
             )
 
 
