@@ -348,11 +348,25 @@ def test_bfloat16_is_refused_if_no_gpu_supports_it() -> None:
         ([360, 360], None),  # batches of several data sets are counted by their weights
     ],
 )
-def test_a_run_says_how_many_rows_no_batch_of_an_epoch_has(num_train: list[int], line: str | None) -> None:
-    lines = list[str]()
+def test_a_new_run_says_how_many_rows_no_batch_of_an_epoch_has(
+    num_train: list[int], line: str | None, tmp_path: Path
+) -> None:
+    lines, output = list[str](), Place(str(tmp_path))
     config = override(recipe("simclr"), {"stages.0.batch_size": 256})
-    _report_unused(config, num_train, lines.append)
+    _report_unused(config, output, num_train, lines.append)
     assert [each[: len(line or "")] for each in lines] == ([line] if line else [])
+    (output / "config.yaml").write_text("")  # a resumed run keeps its batch size
+    _report_unused(config, output, num_train, lines.append)
+    assert len(lines) == bool(line)
+
+
+def test_the_batch_size_that_uses_more_rows_fits_the_workers(tmp_path: Path) -> None:
+    lines, output = list[str](), Place(str(tmp_path))
+    config = override(recipe("simclr"), {"stages.0.batch_size": 256, "workers": 8})
+    _report_unused(config, output, [360], lines.append)
+    assert "a stages.0.batch_size of about 176 instead of 256" in lines[0]
+    _report_unused(override(config, {"stages.0.batch_size": 8}), output, [10], lines.append)
+    assert len(lines) == 1  # no smaller batch has a row for each worker
 
 
 def test_a_run_says_which_files_and_labels_it_ignores() -> None:

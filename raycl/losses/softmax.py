@@ -27,9 +27,8 @@ class RowGroup(NamedTuple):
     """Rows whose excluded columns lie on diagonals of the logits."""
 
     rows: slice
-    excluded: tuple[
-        int, ...
-    ]  # columns that are not negatives of the first row: its positives, or the row itself
+    # Columns that are not negatives of the first row: its positives, or the row itself.
+    excluded: tuple[int, ...]
 
     @property
     def diagonals(self) -> list[int]:

@@ -17,7 +17,7 @@ from raycl.errors import ConfigError, DataError, RayclError, RunError, StoppedEr
 from raycl.models.build import build_towers
 from raycl.progress import ProgressLine, rows_read
 from raycl.ray_runtime import connect_cluster, require_cpu, unwrap_ray_errors
-from raycl.records import failures, read_metrics, write_result
+from raycl.records import CONFIG, failures, read_metrics, write_result
 from raycl.storage import Place
 from raycl.tokenization import Tokenizer, Vocabulary
 from raycl.training.banks import open_bank, open_miner
@@ -190,8 +190,7 @@ def train_validated(
             _check_towers(config, encoder, vocabulary)
         job = _read_data(run, data, coordinator, described, quiet=quiet)
         job = replace(job, vocabulary=vocabulary, network=encoder)
-        if not run.resumed:
-            _report_unused(config, job.num_train, report)
+        _report_unused(config, output, job.num_train, report)
         with open_bank(job, report) as bank, open_miner(replace(job, bank=bank), report) as job:
             # Only now: a refused run must not leave an output that would require --resume.
             run.lease.check()
@@ -286,18 +285,18 @@ def _read_data(
     )
 
 
-def _report_unused(config: RunConfig, num_train: Sequence[int], report: Printer) -> None:
-    """Report if the batches of an epoch leave out a tenth of the rows of the only data set, or more."""
-    if len(num_train) > 1 or config.data.samples_per_class is not None:
-        return
+def _report_unused(config: RunConfig, output: Place, num_train: Sequence[int], report: Printer) -> None:
+    """Report if the batches of an epoch of a new run leave out a tenth of the rows of the only data set, or more."""
+    if len(num_train) > 1 or config.data.samples_per_class is not None or (output / CONFIG).exists():
+        return  # a run that exists keeps its batch size
     [rows] = num_train
     reported = set[int]()
     for number, stage in enumerate(config.stages):
         steps, unused = divmod(rows, stage.batch_size)
         is_whole = stage.steps is None or stage.steps > steps
-        if is_whole and unused >= rows / 10 and stage.batch_size not in reported:
+        fitting = rows // (steps + 1) // config.workers_of(stage) * config.workers_of(stage)
+        if fitting and is_whole and unused >= rows / 10 and stage.batch_size not in reported:
             reported.add(stage.batch_size)
-            fitting = rows // (steps + 1) // config.workers_of(stage) * config.workers_of(stage)
             report(
                 f"each epoch leaves out {unused:,} of {rows:,} rows, other ones each time; a stages.{number}.batch_size of "
                 f"about {fitting:,} instead of {stage.batch_size:,} uses nearly all"
