@@ -1,10 +1,8 @@
-"""Draw the curves of runs from their ``metrics.jsonl``.
+"""Draw loss, spread, effective rank and kNN of runs over their samples, from their ``metrics.jsonl``.
 
-    python benchmarks/curves.py RUN --output docs/images/cifar10.png
     python benchmarks/curves.py RUN RUN ... [--names NAME NAME ...] --output docs/images/hinge.png
 
-One run is drawn over its training time, with loss and periodic kNN. Several are drawn over their samples,
-with loss, spread, effective rank and kNN; a dashed line ends a stage, a cross marks a detected collapse.
+A dashed line ends a stage, a cross marks a detected collapse.
 """
 
 import itertools
@@ -15,7 +13,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from measuring import make_parser
-from pictures import BLUES, ORANGE, panels, save
+from pictures import panels, save
 
 from raycl.records import read_metrics
 from raycl.storage import Place
@@ -52,24 +50,6 @@ def draw(axes: Axes, lines: Sequence[dict[str, Any]], key: str, **style: Any) ->
             axes.axvline(before["samples"] / 1e3, color=style["color"], lw=0.7, ls="--", alpha=0.6)
 
 
-def draw_run(run: str) -> Figure:
-    """Draw the loss and the periodic kNN of one run over its training time."""
-    lines = read_metrics(Place(run))
-    figure, (loss_axes,) = panels(1, 1, 7.0, 3.6)
-    knn_axes = loss_axes.twinx()
-    for axes, key, style in (
-        (loss_axes, "loss", {"color": BLUES[0], "lw": 0.8}),
-        (knn_axes, "knn_top1", {"color": ORANGE, "lw": 1.5, "marker": "o", "ms": 4}),
-    ):
-        known = [line for line in lines if key in line]
-        axes.plot([line["seconds"] / 60 for line in known], [line[key] for line in known], **style)
-    loss_axes.set_xlabel("minutes of training")
-    loss_axes.set_ylabel("NT-Xent", color=BLUES[1])
-    knn_axes.set_ylabel("kNN top-1 on held-out rows", color=ORANGE)
-    knn_axes.set_ylim(bottom=0.0)
-    return figure
-
-
 def draw_runs(runs: Sequence[str], names: Sequence[str]) -> Figure:
     """Draw four metrics of several runs over their samples."""
     figure, grid = panels(2, 2, 9.0, 6.0, sharex=True)
@@ -93,8 +73,7 @@ def main() -> None:
     parser.add_argument("--names", nargs="+", help="by default the names of their folders")
     options = parser.parse_args()
     names = options.names or [Place(run).name for run in options.runs]
-    is_one = len(options.runs) == 1
-    save(draw_run(*options.runs) if is_one else draw_runs(options.runs, names), Path(options.output))
+    save(draw_runs(options.runs, names), Path(options.output))
 
 
 if __name__ == "__main__":
