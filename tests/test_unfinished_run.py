@@ -12,13 +12,17 @@ import raycl
 from raycl.config import RunConfig
 from raycl.config.overrides import config_to_yaml
 from raycl.errors import ConfigError, RayclError, StorageError
+from raycl.inference.checkpoint_encoder import load_checkpoint_encoder
 from raycl.inference.encoder import read_encoders
 from raycl.inference.preflight import check_inputs
-from raycl.models.build import build_towers
+from raycl.models.build import build_encoder, build_towers, encoder_specs, save_towers
 from raycl.models.encoder_io import ImageEncoder
 from raycl.models.momentum import MomentumEncoder
+from raycl.models.registry import OWN
 from raycl.models.towers import Towers
 from raycl.recipes import recipe
+from raycl.storage import Place
+from raycl.training.preflight import describe_data, validate_run
 from tests import pairs
 from tests.pairs import vocabulary
 from tests.settings import override_active
@@ -136,12 +140,45 @@ def test_a_users_own_module_must_be_passed_again(tmp_path: Path) -> None:
     linear, other = nn.Linear(256, 24), nn.Linear(256, 24)
     towers = build_towers(config, None, nn.Sequential(nn.Flatten(), linear))
     run = write_run(tmp_path / "run", config, towers, 5)
-    with pytest.raises(StorageError, match="do not fit the network.*pass the same one"):
+    with pytest.raises(
+        StorageError, match="do not fit the network.*network of your own, pass it as network="
+    ):
         raycl.load_encoder(run)
+    with pytest.raises(StorageError, match="do not fit the network.*pass the same one"):
+        raycl.load_encoder(run, network=nn.Sequential(nn.Flatten(), nn.Linear(256, 20)))
     encoder = raycl.load_encoder(run, network=nn.Sequential(nn.Flatten(), other))
     assert torch.equal(next(encoder.parameters()), linear.weight)
     assert not torch.equal(other.weight, linear.weight)  # a copy was loaded
     assert encoder.spec.representation_dim == 24
+
+
+@pytest.mark.parametrize("is_finished", [False, True])
+@pytest.mark.parametrize("named", [False, True])
+def test_a_users_own_module_with_the_names_and_shapes_of_the_built_one_must_be_passed_again(
+    is_finished: bool, named: bool, tmp_path: Path
+) -> None:
+    config = of_images("simclr")
+    (spec,) = encoder_specs(config, None)
+    own = build_encoder(config, spec, None)
+    towers = build_towers(config, None, own)
+    run = write_run(tmp_path / "run", config, towers, 5)
+    if is_finished:
+        save_towers(towers, config, None, Place(run), own=True)
+    else:
+        described = describe_data([], [9], None, streamed=False, own_network=True)
+        (tmp_path / "run" / "data.json").write_text(json.dumps(described))
+    asked = f"{run}/checkpoints/step-00000005-evaluated" if named else run
+    with pytest.raises(StorageError, match="trained a network of your own; pass it as network= in Python"):
+        raycl.load_encoder(asked)
+    with pytest.raises(ConfigError, match="trained a network of your own, which no other package knows"):
+        raycl.export_encoder(asked, tmp_path / "exported")
+    with pytest.raises(
+        ConfigError, match="^the run trained a network of its user's own.*by --id or --vector"
+    ):
+        load_checkpoint_encoder(asked)
+    with pytest.raises(ConfigError, match=r"and --resume would build resnet10; pass the network as encoder="):
+        validate_run(config, output=run, resume=True).__enter__()
+    assert raycl.load_encoder(asked, network=own).spec.name == OWN
 
 
 def test_untrusted_code_and_an_unknown_side_are_refused(tmp_path: Path) -> None:

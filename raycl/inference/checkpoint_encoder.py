@@ -15,7 +15,7 @@ from raycl.config.overrides import config_from_yaml
 from raycl.errors import ConfigError, StorageError
 from raycl.models.build import build_encoder, complete_spec, encoder_specs, load_tokenizer
 from raycl.models.encoder_io import ImageEncoder, SavedEncoder, TextEncoder, load_state, whitened
-from raycl.models.registry import SideName, check_trusted
+from raycl.models.registry import OWN, SideName, check_trusted, trained_own_network
 from raycl.models.specs import EncoderSpec, HeadSpec, ImageEncoderSpec, TextEncoderSpec
 from raycl.models.whitening import Whitening
 from raycl.records import CHECKPOINTS, CONFIG, STATE, last_checkpoint
@@ -66,16 +66,16 @@ def load_checkpoint_encoder(run: str, *, asked: Asked | None = None) -> Checkpoi
             }
             weights = weights | statistics
     encoders: dict[Asked, ImageEncoder | TextEncoder] = {}
-    for network, spec, of_side in opened.towers()[: 2 if config.data.kind == "image_text" else 1]:
+    for spec, of_side in opened.towers()[: 2 if config.data.kind == "image_text" else 1]:
         spec = spec.model_copy(update={"projection_head": head})
         if isinstance(spec, TextEncoderSpec):
             spec = spec.model_copy(update={"cut_at": config.text.max_length})
         try:
-            built = opened.encoder(spec, weights, prefix + of_side).build(network)
+            built = opened.encoder(spec, weights, prefix + of_side).build()
         except StorageError as error:
+            named = f"the weights of {opened.output / CHECKPOINTS / opened.name} do not fit the network that {CONFIG} names: "
             raise ConfigError(
-                f"the weights of {opened.output / CHECKPOINTS / opened.name} do not fit the network that {CONFIG} "
-                "names: the run trained a network of its user's own, which only that program can build; "
+                f"{'' if opened.own else named}the run trained a network of its user's own, which only that program can build; "
                 "ask by --id or --vector"
             ) from error
         encoders["image" if isinstance(built, ImageEncoder) else "text"] = built
@@ -103,32 +103,36 @@ def read_checkpoint_encoders(
     if "ema" in opened.state:
         weights, prefix = opened.state["ema"], "tower."
     return [
-        opened.encoder(by_side[side][1].for_side(side), weights, prefix + by_side[side][2]) for side in sides
+        opened.encoder(by_side[side][0].for_side(side), weights, prefix + by_side[side][1]) for side in sides
     ]
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Opened:
-    """A run, and the train state in its checkpoint ``name``."""
+    """A run, and the train state in its checkpoint ``name``; ``own`` if it trained a network of its user's own."""
 
     output: Place
     config: RunConfig
     name: str
     state: dict[str, Any]
+    own: bool
     tokenizer: Tokenizer | None
 
-    def towers(self, network: nn.Module | None = None) -> list[tuple[nn.Module, EncoderSpec, str]]:
-        """Return the untrained encoder, the spec and the prefix of the weights of each tower."""
+    def towers(self, network: nn.Module | None = None) -> list[tuple[EncoderSpec, str]]:
+        """Return the spec and the prefix of the weights of each tower; a missing network has no dimension."""
         vocabulary = None if self.tokenizer is None else Vocabulary(self.tokenizer)
         prefixes = ("query.", "key.") if self.config.has_two_towers else ("",)
         towers = []
         for spec, prefix in zip(encoder_specs(self.config, self.tokenizer), prefixes, strict=False):
+            if self.own and network is None:
+                towers.append((spec.model_copy(update={"name": OWN}), prefix))
+                continue
             # Building a network seeds the generators, on GPUs only if this process uses them.
             devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
             with torch.random.fork_rng(devices):
                 encoder = build_encoder(self.config, spec, vocabulary) if network is None else network
-            towers.append((encoder, complete_spec(spec, encoder, own=network is not None), prefix))
+            towers.append((complete_spec(spec, encoder, own=network is not None), prefix))
         return towers
 
     def encoder(self, spec: EncoderSpec, weights: Mapping[str, Tensor], prefix: str) -> SavedEncoder:
@@ -163,8 +167,8 @@ def _open(
 ) -> _Opened:
     """Read a run; raise ``ConfigError`` if its configuration names code outside the ``trusted`` packages.
 
-    ``own_encoder`` skips the name of the encoder, which a module replaces. A run without content of the kind ``asked``
-    is refused before its checkpoints are read: it may have none yet.
+    ``own_encoder`` skips the name of the encoder, which a module replaces, as does a run that trained one. A run
+    without content of the kind ``asked`` is refused before its checkpoints are read: it may have none yet.
     """
     given = Place(absolute(run))
     is_checkpoint = (given / STATE).exists()
@@ -174,14 +178,21 @@ def _open(
     has = {"image": config.data.kind in ("image", "image_text"), "text": config.has_texts}
     if asked is not None and not has[asked]:
         raise _without(config.recipe, asked)
-    if not own_encoder:
+    own = trained_own_network(output)
+    if not (own_encoder or own):
         is_text = config.data.kind in ("text", "pairs")
         check_trusted(config.encoder.name, place.uri, trusted, is_text=is_text)
     if config.data.kind == "image_text":
         check_trusted(config.text_encoder.name, place.uri, trusted, is_text=True)
     name, state = (given.name, _state_in(given)) if is_checkpoint else _last_state(output)
-    tokenizer = load_tokenizer(output.uri) if config.has_texts else None
-    return _Opened(output=output, config=config, name=name, state=state, tokenizer=tokenizer)
+    return _Opened(
+        output=output,
+        config=config,
+        name=name,
+        state=state,
+        own=own,
+        tokenizer=load_tokenizer(output.uri) if config.has_texts else None,
+    )
 
 
 def _last_state(output: Place) -> tuple[str, dict[str, Any]]:

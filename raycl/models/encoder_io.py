@@ -183,8 +183,9 @@ class SavedEncoder:
     ) -> ImageEncoder | TextEncoder:
         """Build the encoder in evaluation mode; arguments and errors as in ``raycl.load_encoder``."""
         self.check(network, trusted=trusted)
-        spec = self.spec
+        spec, remedy = self.spec, "pass the same one"
         if network is None:
+            remedy = "if the run trained a network of your own, pass it as network= in Python"
             network = spec.build()
             _complete_lazy_layers(network, spec)
         else:
@@ -192,11 +193,11 @@ class SavedEncoder:
             network = copy.deepcopy(network)  # the weights of another run must not change it
         if spec.norm != "batch":
             network = replace_batchnorm(network, spec.norm)
-        _load_weights(network, self.weights, self.uri)
+        _load_weights(network, self.weights, self.uri, remedy)
         if spec.projection_head is not None:
             head = build_projection_head(spec.representation_dim, **spec.projection_head.model_dump())
             head = replace_batchnorm(head, spec.norm) if spec.norm != "batch" else head
-            _load_weights(head, self.head_weights, self.uri)
+            _load_weights(head, self.head_weights, self.uri, remedy)
             network = _Projected(network, head)
             spec = spec.model_copy(update={"representation_dim": spec.projection_head.dim})
         if isinstance(spec, TextEncoderSpec):
@@ -361,10 +362,10 @@ def _complete_lazy_layers(network: nn.Module, spec: EncoderSpec) -> None:
         output_dim(network, example_of(spec), inputs="the samples of its run")
 
 
-def _load_weights(network: nn.Module, weights: dict[str, Tensor], uri: str) -> None:
+def _load_weights(network: nn.Module, weights: dict[str, Tensor], uri: str, remedy: str) -> None:
     try:
         network.load_state_dict(weights)
     except RuntimeError as error:
         raise StorageError(
-            f"the weights at {uri} do not fit the network: {one_line(error)}; pass the same one"
+            f"the weights at {uri} do not fit the network: {one_line(error)}; {remedy}"
         ) from error

@@ -6,6 +6,8 @@ from collections.abc import Collection
 from typing import Literal, get_args
 
 from raycl.errors import ConfigError
+from raycl.records import DATA, read_object
+from raycl.storage import Place
 
 # Kind of block, and blocks in each layer.
 RESNETS: dict[str, tuple[Literal["basic", "bottleneck"], tuple[int, int, int, int]]] = {
@@ -27,6 +29,7 @@ VITS: dict[str, tuple[int, int, int]] = {
 TEXT_ENCODERS = ("transformer", "bag_of_subwords")
 HUGGING_FACE = "transformers:"
 OWN = "a network of the user's own"  # the name in encoder.json of a module passed to raycl.train
+OWN_NETWORK = "own_network"  # true in data.json if one was passed
 TRUSTED = "RAYCL_TRUSTED"
 
 WEIGHTS = "encoder.safetensors"
@@ -45,6 +48,18 @@ def check_side(side: SideName) -> SideName:
     if side not in get_args(SideName):
         raise ConfigError(f"unknown side {side!r} of an encoder; give query or key")
     return side
+
+
+def trained_own_network(output: Place) -> bool:
+    """Return whether the run at ``output`` trained a network of its user's own, which no name builds.
+
+    Runs of earlier versions record it only at their end. Raises ``DataError`` for a damaged file.
+    """
+    records = (DATA, OWN_NETWORK, True), (SPEC, "name", OWN)
+    return any(
+        (output / file).exists() and read_object(output / file).get(key) == value
+        for file, key, value in records
+    )
 
 
 def is_transformer(name: str) -> bool:

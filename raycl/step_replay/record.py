@@ -7,7 +7,7 @@ from typing import Any, final
 from raycl.config import RunConfig
 from raycl.config.overrides import config_from_yaml
 from raycl.errors import ConfigError, DataError
-from raycl.models.registry import OWN, SPEC
+from raycl.models.registry import trained_own_network
 from raycl.records import CONFIG, DATA, RESULT, ROLLBACK, find_run, read_metrics, read_object, read_result
 from raycl.storage import Place
 
@@ -121,7 +121,7 @@ def check_repeatable(run: RecordedRun) -> None:
         if applies:
             raise ConfigError(f"this run cannot be replayed: {reason}")
     config.check_trusted((output / CONFIG).uri)
-    if (output / SPEC).exists() and read_object(output / SPEC).get("name") == OWN:
+    if trained_own_network(output):
         raise ConfigError("the run trained a network of its user's own, which only that program can build")
     if not run.data:
         raise ConfigError(

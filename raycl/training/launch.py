@@ -182,6 +182,7 @@ def train_validated(
             streamed=data.streamed,
             label_names=names.pop() if len(names) == 1 else None,
             files=[source.files_fingerprint for source in run.sources],
+            own_network=encoder is not None,
         )
         _check_data(run, data, described)
         check_cluster(config, streamed=data.streamed, report=report)

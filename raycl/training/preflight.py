@@ -24,7 +24,14 @@ from raycl.data.sources import Source
 from raycl.errors import ConfigError, DataError
 from raycl.gpus import are_missing, check_gpus
 from raycl.lease import Lease, check_is_kept, writing
-from raycl.models.registry import HUGGING_FACE, SPEC, TOKENIZER, check_encoder_name
+from raycl.models.registry import (
+    HUGGING_FACE,
+    OWN_NETWORK,
+    SPEC,
+    TOKENIZER,
+    check_encoder_name,
+    trained_own_network,
+)
 from raycl.provenance import save_command_line
 from raycl.records import CONFIG, DATA, read_object, write_result
 from raycl.storage import Place, absolute, is_in_copy_of_job, repeated
@@ -91,6 +98,11 @@ def validate_run(
         check_output_is_outside(output, data)
     with writing(place) as lease:
         check_output(config, place, resume=resume)
+        if not own_encoder and trained_own_network(place):
+            raise ConfigError(
+                f"the run trained a network of your own, and --resume would build {config.encoder.name}; pass the network as "
+                "encoder= to raycl.train, or give another --output"
+            )
         if data:
             _check_repeated(data)
             check_data_sets(config, len(data))
@@ -490,11 +502,13 @@ def describe_data(
     streamed: bool,
     label_names: Sequence[str] | None = None,
     files: Sequence[str | None] = (),
+    own_network: bool = False,
 ) -> dict[str, Any]:
     """Return the content of ``data.json``, which a resumed run is compared with.
 
     ``rows`` are the numbers of rows of each data set, and ``data`` their addresses, if they have any. ``label_names``
     are the names of integer labels, for display. ``files`` are the fingerprints of the files, of sources alone.
+    ``own_network`` marks a run whose network no name builds.
     """
     return {
         "data": None if not data else data[0] if len(data) == 1 else list(data),
@@ -504,6 +518,7 @@ def describe_data(
         **({"files": list(files)} if any(files) else {}),
         "classes": classes,
         **({"label_names": list(label_names)} if label_names else {}),
+        **({OWN_NETWORK: True} if own_network else {}),
     }
 
 

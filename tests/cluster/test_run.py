@@ -612,8 +612,11 @@ def test_a_run_trains_with_a_users_own_dataset_and_network(tmp_path: Path) -> No
     assert result.steps == 1
     assert result.flat_images == 1
     assert raycl.config_from_yaml((tmp_path / "run" / "config.yaml").read_text()).data.image_size == 12
-    with pytest.raises(StorageError, match="network of your own; pass it as network="):
-        raycl.load_encoder(output)
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*-evaluated")
+    for run in (output, checkpoint):
+        with pytest.raises(StorageError, match="network of your own; pass it as network="):
+            raycl.load_encoder(run)
+    assert json.loads((tmp_path / "run" / "data.json").read_text())["own_network"]
     loaded = raycl.load_encoder(output, network=Small())
     assert loaded.encode(pixels[:2]).shape == (2, 16)
 
