@@ -122,6 +122,8 @@ REFUSED = {
     f"{EMBED} --index annoy": "cannot write an index of kind 'annoy'; the only one is faiss",
     "mine --run images --data digits.parquet --output images": "exists already",
     "mine --run images --data missing --output new": "there is nothing at",
+    "mine --run images --data missing --output new.jsonl": "the output new.jsonl would hold parquet, and be read as another "
+    "format by its ending; end its name in .parquet",
     "mine --run images --data digits.parquet --output new --num-negatives 0": "cannot mine 0 negatives",
     "mine --run images --data digits.parquet --output new --max-relative-score 2": "a fraction up to 1",
     "export --run images --output new --to keras": "cannot export to 'keras'",

@@ -101,7 +101,7 @@ def mine(
     chosen = command_settings("mine", settings or [])
     from raycl.inference.preflight import check_inputs, check_mining
 
-    check_mining(num_negatives, max_relative_score)
+    check_mining(num_negatives, max_relative_score, output)
     check_inputs(run, data=[data], output=output, gpu=gpu, address=address)
     from raycl.inference.mining import mine_negatives
 

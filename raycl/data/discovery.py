@@ -100,6 +100,14 @@ def check_output_is_outside(output: str, data: Iterable[str]) -> None:
             )
 
 
+def check_parquet_output(output: str) -> None:
+    """Raise ``ConfigError`` if the name of a parquet file to write ends as another format, as which it would be read."""
+    if _kind_of(Place(absolute(output)).name) not in (None, "parquet"):
+        raise ConfigError(
+            f"the output {output} would hold parquet, and be read as another format by its ending; end its name in .parquet"
+        )
+
+
 def _real(uri: str) -> str:
     """Return an address without options and links, to compare it."""
     return uri.partition("?")[0].rstrip("/") if "://" in uri else os.path.realpath(absolute(uri))

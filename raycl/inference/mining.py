@@ -78,13 +78,14 @@ def mine_negatives(
     stay in this process, their embeddings in Ray's object store.
 
     Raises:
-        ConfigError: ``num_negatives`` or ``max_relative_score`` is not positive, or the encoder takes images.
+        ConfigError: ``num_negatives`` or ``max_relative_score`` is not positive, the encoder takes images, or the name of
+            ``output`` ends as another format than parquet, such as ``.jsonl``.
         StorageError: ``output`` exists.
         DataError: A column is missing, no pair matches, or a repeated pair has several weights.
     """
-    check_mining(num_negatives, max_relative_score)
-    check_type("columns", columns, ColumnNames, optional=True)
     run, data, output = as_address("run", run), as_address("data", data), as_address("output", output)
+    check_mining(num_negatives, max_relative_score, output)
+    check_type("columns", columns, ColumnNames, optional=True)
     check_inputs(run, data=[data], output=output, gpu=gpu, address=address)
     query_encoder, key_encoder = encoders = read_encoders(run, ["query", "key"], network=network)
     for each in encoders:

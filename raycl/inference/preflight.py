@@ -10,7 +10,7 @@ from raycl.arguments import check_type
 from raycl.config.overrides import config_from_yaml
 from raycl.config.schema import DataConfig
 from raycl.data.columns import ColumnNames
-from raycl.data.discovery import check_exists, check_output_is_outside
+from raycl.data.discovery import check_exists, check_output_is_outside, check_parquet_output
 from raycl.errors import ConfigError, StorageError, first_line
 from raycl.gpus import are_missing, check_gpu
 from raycl.lease import check_absent
@@ -84,8 +84,8 @@ def check_values(given: Mapping[str, object]) -> None:
             raise ConfigError(f"{name} must be {said}, came {value}")
 
 
-def check_mining(num_negatives: int, max_relative_score: float) -> None:
-    """Raise ``ConfigError`` unless the number is positive and the fraction lies in (0, 1]."""
+def check_mining(num_negatives: int, max_relative_score: float, output: str) -> None:
+    """Raise ``ConfigError`` unless the number is positive, the fraction in (0, 1], and the output named as parquet."""
     check_type("num_negatives", num_negatives, int)
     check_type("max_relative_score", max_relative_score, float)
     if num_negatives < 1 or not 0 < max_relative_score <= 1:
@@ -93,6 +93,7 @@ def check_mining(num_negatives: int, max_relative_score: float) -> None:
             f"cannot mine {num_negatives} negatives below {max_relative_score:g} of the positive; give 1 or more, and a "
             "fraction up to 1"
         )
+    check_parquet_output(output)
 
 
 def has_encoder(run: str | os.PathLike[str]) -> bool:
