@@ -78,7 +78,9 @@ class ImageEncoder(nn.Module):
 
         ``images`` are uint8 [num_images, height, width, channels], or a list that may mix paths (local or
         ``s3://``), encoded bytes, Pillow images, and uint8 arrays [height, width, channels] or
-        [height, width]. A list is decoded as ``raycl embed`` does. ``batch_size`` images are encoded at a time.
+        [height, width]. A list is decoded as ``raycl embed`` does: resized to the run's ``stored_size`` and then to its
+        ``image_size``. One array or tensor is resized only once, so the same images may give slightly other
+        representations. ``batch_size`` images are encoded at a time.
         Raises ``DataError`` for an image that cannot be used, and ``ConfigError`` for an array of a wrong type or shape, or
         a ``batch_size`` below 1.
         """
