@@ -20,7 +20,7 @@ from raycl.config import RunConfig, Stage
 from raycl.config.overrides import config_from_yaml, differences, override
 from raycl.errors import ConfigError, DataError, RayclError, RunError
 from raycl.recipes import RECIPES, recipe
-from raycl.records import DATA
+from raycl.records import DATA, METRICS
 from raycl.storage import Place
 from raycl.training.preflight import describe_data
 from raycl.tuning import search
@@ -62,6 +62,22 @@ def test_a_run_without_a_measure_names_its_cause(
     monkeypatch.setattr("raycl.training.launch.train", lambda *_, **__: unmeasured)
     with pytest.raises(DataError, match=f"trials by: the cause: no periodic measure; give more {needed}$"):
         _train(recipe(name), "output", [])
+
+
+def test_the_rate_of_a_run_is_that_of_its_last_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first steps, of a process that warms up, count as a cost of the start."""
+    laps = [
+        {"loss": 2.0, "samples_per_second": 5.0},
+        {"loss": 1.0, "samples_per_second": 50.0},
+        {"knn_top1": 0.5},
+    ]
+    (tmp_path / METRICS).write_text("".join(f"{json.dumps({'step': 3} | line)}\n" for line in laps))
+    # 300 samples at 50 samples per second.
+    result = SimpleNamespace(final={"knn_top1": 0.5}, seconds=33.0, samples_per_second=300 / 33)
+    monkeypatch.setattr("raycl.training.launch.train", lambda *_, **__: result)
+    moments = iter((100.0, 140.0))
+    monkeypatch.setattr("raycl.tuning.trial.time.monotonic", lambda: next(moments))
+    assert _train(SIMCLR, str(tmp_path), []) == Measured(0.5, pytest.approx(40.0 - 300 / 50), 50.0)
 
 
 # The settings

@@ -13,7 +13,7 @@ from raycl.errors import ConfigError, DataError
 
 ETA = 3  # runs of the next rung are three times as long, for about the best third of the trials
 SHAPES = ((3, 8), (2, 6), (1, 3))  # numbers of rungs, and of trials beside the recipe that must fit the time
-PACE_STEPS = 5
+PACE_STEPS, PACE_LAP = 6, 3  # the rate is the last lap's, since the first steps of a process are slow
 LEAST_STEPS = 20  # of the recipe's batch, in the first rung
 CLOSING_S = 25.0  # Ray Tune may take as long to end the last trial
 
@@ -33,7 +33,7 @@ class Trial:
 
 
 class Measured(NamedTuple):
-    """The metric of a finished run, the seconds that it took beside its steps, and its samples per second."""
+    """The metric of a finished run, the samples per second of its last lap, and the rest of the seconds that it took."""
 
     score: float
     overhead_s: float

@@ -28,6 +28,7 @@ from raycl.training.preflight import validate_run
 from raycl.tuning.plan import (
     CLOSING_S,
     ETA,
+    PACE_LAP,
     PACE_STEPS,
     Trial,
     Values,
@@ -185,7 +186,7 @@ def search(
         runner = Runner(config=config, sources=run.sources, output=trials.uri)
         # Named by the time, since a search that is refused may be repeated.
         name = f"pace-{time.time():.0f}"
-        pace = runner.run({}, PACE_STEPS * config.stages[0].batch_size, name)
+        pace = runner.run({"log_every_steps": PACE_LAP}, PACE_STEPS * config.stages[0].batch_size, name)
         # A run counts the pairs of a click log, not its rows.
         described = read_object(trials / name / DATA)
         rows = described.get("rows_per_data_set", [described["num_rows"]])

@@ -12,7 +12,7 @@ from raycl.config import RunConfig
 from raycl.data.sources import Source
 from raycl.errors import DataError, RayclError
 from raycl.ray_runtime import unwrap_ray_errors
-from raycl.records import NOT_EVALUATED
+from raycl.records import NOT_EVALUATED, read_metrics
 from raycl.storage import Place
 from raycl.tuning.plan import ETA, Measured, trial_config
 
@@ -77,5 +77,7 @@ def _train(config: RunConfig, output: str, sources: Sequence[Source]) -> Measure
             f"the run measured no {config.evaluation_metric} to compare trials by: {reasons}; "
             f"give more {needed}"
         )
-    overhead_s = time.monotonic() - began - result.seconds
-    return Measured(result.final[config.evaluation_metric], overhead_s, result.samples_per_second)
+    seconds = time.monotonic() - began
+    *_, rate = (line["samples_per_second"] for line in read_metrics(Place(output)) if "loss" in line)
+    overhead_s = max(0.0, seconds - result.seconds * result.samples_per_second / rate)
+    return Measured(result.final[config.evaluation_metric], overhead_s, rate)
