@@ -41,7 +41,7 @@ from raycl.report.history import read_history
 from raycl.report.page import make_notes, query_neighbors, render_comparison
 from raycl.report.plots import downsample
 from raycl.report.run import read_run
-from raycl.report.sections import batch_sizes, learning_panels
+from raycl.report.sections import batch_sizes, learning_panels, speed_panels
 from raycl.report.snapshots import NeighborSearch, project, summarize
 from raycl.report.tables import final_metrics, run_facts
 from raycl.report.writer import reported, write_comparison, write_report
@@ -881,3 +881,34 @@ def test_the_evaluation_names_the_baseline(recipe: str, metric: str, name: str, 
         run = write_run(tmp_path / f"{len(baseline)}", [*lines[:2], lines[2] | baseline], method=recipe)
         panel = learning_panels(read_run(str(run)))[1]
         assert panel.caption.endswith(expected)
+
+
+LAPS = [
+    line_of(10, seconds=1.0, samples_per_second=640.0, data_wait_fraction=0.1),
+    line_of(20, seconds=9.0, samples_per_second=80.0, data_wait_fraction=0.5),
+]
+UNDONE = [
+    *LAPS,
+    {"step": 10, "samples": 640, "seconds": 9.0, "event": ROLLBACK, "text": "went back"},
+    line_of(20, seconds=12.0, samples_per_second=213.0, data_wait_fraction=0.3),
+]
+
+
+@pytest.mark.parametrize(
+    ("lines", "rate", "waits"),
+    [(LAPS, 142.2, 45.6), (UNDONE, 106.7, 25.0)],
+    ids=["laps of several lengths", "a rollback"],
+)
+def test_an_unfinished_run_has_the_means_over_its_training_time(
+    lines: list[dict[str, Any]], rate: float, waits: float, tmp_path: Path
+) -> None:
+    run = read_run(str(write_run(tmp_path, lines, result={"status": "stopped"})))
+    table = final_metrics([run])
+    found = dict(zip(table.columns, table.rows[0], strict=True))
+    assert (found["samples/s"], found["waits for data"]) == (f"{rate}", f"{waits}%")
+    assert f"wait for data {waits}%" in speed_panels(run)[1].caption
+    assert re.search(rf"samples/s\s+{rate:.0f}\s", page_of(tmp_path).text)
+
+
+def test_a_finished_run_has_the_throughput_of_its_result(tmp_path: Path) -> None:
+    assert re.search(r"samples/s\s+640\s", page_of(write_run(tmp_path)).text)

@@ -5,8 +5,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
-import numpy as np
-
 from raycl.errors import ConfigError
 from raycl.records import NOT_EVALUATED, ROLLBACK
 from raycl.report import sections
@@ -109,10 +107,11 @@ def _headline(run: Run) -> list[tuple[str, str, str]]:
         if len(values):
             first = f"{values[0]:{form}} at first" if len(values) > 1 else ""
             headline.append((text, f"{values[-1]:{form}}", first))
-    for name, text in {"samples_per_second": "samples/s", "views_per_second": "views/s"}.items():
-        rates = run.history[name].finite
-        if len(rates):
-            headline.append((text, f"{np.median(rates):,.0f}", "median"))
+    rate = run.samples_per_second
+    if rate is not None:
+        headline.append(("samples/s", f"{rate:,.0f}", "on average"))
+        if run.history.has("views_per_second"):
+            headline.append(("views/s", f"{rate * run.config.num_views:,.0f}", "on average"))
     return headline
 
 

@@ -195,7 +195,7 @@ def _time_panel(history: History, timeline: Timeline) -> Panel:
     shares["all else" if len(shares) > 2 else "the step itself"] = np.clip(rest, 0, 1)
     parts = [(name, replace(whole, value=value)) for name, value in shares.items()]
     drawing = draw_shares(parts, label="Shares of the training time over the steps", timeline=timeline)
-    means = sorted(((value.mean(), name) for name, value in shares.items()), reverse=True)
+    means = sorted(((series.mean or 0.0, name) for name, series in parts), reverse=True)
     caption = ", ".join(f"{name} {mean:.1%}" for mean, name in means)
     return Panel(title="Training time by phase", drawing=drawing, caption=caption)
 

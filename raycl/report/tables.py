@@ -82,7 +82,7 @@ def _last_metrics(run: Run) -> dict[str, str]:
         "steps": _count(history["step"].last),
         "samples": _count(history["samples"].last),
         "training time": duration(result.get("seconds", history["seconds"].last)),
-        "samples/s": _number(result.get("samples_per_second", history["samples_per_second"].mean)),
+        "samples/s": _number(run.samples_per_second),
         "loss": _number(history["loss"].last),
     }
     for name, title in EVALUATION_METRICS.items():
