@@ -27,6 +27,7 @@ from raycl.embedding_snapshot import (
     EDGES,
     LATEST,
     EmbeddingSnapshot,
+    ProbeSet,
     count_cosines,
     read_probe_set,
     read_snapshot,
@@ -42,7 +43,7 @@ from raycl.report.page import make_notes, query_neighbors, render_comparison
 from raycl.report.plots import downsample
 from raycl.report.run import read_run
 from raycl.report.sections import batch_sizes, learning_panels, speed_panels
-from raycl.report.snapshots import NeighborSearch, project, summarize
+from raycl.report.snapshots import NeighborSearch, choose_queries, project, summarize
 from raycl.report.tables import final_metrics, run_facts
 from raycl.report.writer import reported, write_comparison, write_report
 from raycl.storage import Place
@@ -640,7 +641,8 @@ def test_neighbors_without_a_label_count_neither_as_right_nor_as_wrong(tmp_path:
     label[label > 4] = -1
     rows = np.eye(16, dtype=np.float16)[[0] * 60]  # all samples are neighbors, those with low numbers first
     search = NeighborSearch(replace(run.probes, label=label), replace(run.latest, embedding=rows))
-    neighbors = [[other for other in range(7) if other != query][:6] for query in range(60)]
+    # Each label has five other samples.
+    neighbors = [[other for other in range(7) if other != query][:5] for query in range(60)]
     known = [label[each] == label[query] for query in range(60) for each in neighbors[query]
              if label[query] >= 0 and label[each] >= 0]  # fmt: skip
     assert search.right_fraction() == pytest.approx(np.mean(known))
@@ -912,3 +914,37 @@ def test_an_unfinished_run_has_the_means_over_its_training_time(
 
 def test_a_finished_run_has_the_throughput_of_its_result(tmp_path: Path) -> None:
     assert re.search(r"samples/s\s+640\s", page_of(write_run(tmp_path)).text)
+
+
+def _perfect(label: list[int]) -> tuple[ProbeSet, EmbeddingSnapshot]:
+    """Return samples with these labels, and embeddings that are equal within a class and orthogonal to others."""
+    rows = np.eye(max(label) + 2, dtype=np.float16)[label]
+    contents = {"text": [f"text {number}" for number in range(len(label))]}
+    probes = ProbeSet(
+        sample_id=np.arange(len(label)), label=np.array(label), contents=contents, held_out=True
+    )
+    counts = similarities(rows, rows)
+    return probes, EmbeddingSnapshot(step=1, embedding=rows, key=None, similarities=counts)
+
+
+@pytest.mark.parametrize(
+    ("label", "expected"),
+    [([0, 0, 1, 1, 1, 2, 3, -1], 1.0), ([0, 1, 2, 3], None), ([0] * 9 + [1] * 9, 1.0)],
+    ids=["small classes", "no class of two", "large classes"],
+)
+def test_all_neighbors_of_a_perfect_encoder_are_right(label: list[int], expected: float | None) -> None:
+    assert NeighborSearch(*_perfect(label)).right_fraction() == expected
+
+
+@pytest.mark.parametrize(
+    ("label", "expected"),
+    [
+        ([*range(100), *range(40, 60)], [40, 42, 45, 48, 50, 53, 56, 59]),
+        ([*range(20), 7, 11], [7, 11, 0, 2, 4, 8, 10, 14]),
+        ([-1, 3, 3, 4], [3, 4]),
+    ],
+    ids=["enough classes of two", "few classes of two", "few classes"],
+)
+def test_queries_are_of_classes_with_other_samples_first(label: list[int], expected: list[int]) -> None:
+    probes, snapshot = _perfect(label)
+    assert probes.label[choose_queries(probes, [snapshot])].tolist() == expected

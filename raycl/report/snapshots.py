@@ -205,15 +205,20 @@ class NeighborSearch:
         ]
 
     def right_fraction(self) -> float | None:
-        """Return the fraction of labeled neighbors with the query's label, or of queries that find their key."""
+        """Return the fraction of labeled neighbors with the query's label, or of queries that find their key.
+
+        Of each query, only as many neighbors count as there are other samples of its label. None if none count.
+        """
         queries = np.flatnonzero(_is_finite(self._snapshot))
-        if not self._has_keys:
-            queries = queries[self._probes.label[queries] >= 0]
-        found, cosines, is_right = self.search(queries)
         if self._has_keys:
-            is_right = np.asarray(is_right.any(1))
+            is_right = np.asarray(self.search(queries)[2].any(1))
         else:
-            is_right = is_right[(self._probes.label[found] >= 0) & np.isfinite(cosines)]
+            label = self._probes.label
+            queries = queries[label[queries] >= 0]
+            found, cosines, is_right = self.search(queries)
+            _, number, sizes = np.unique(label[queries], return_inverse=True, return_counts=True)
+            is_counted = np.arange(found.shape[1]) < sizes[number, None] - 1
+            is_right = is_right[is_counted & (label[found] >= 0) & np.isfinite(cosines)]
         return float(is_right.mean()) if len(is_right) else None
 
     def card(self, sample: int, *, is_key: bool = False) -> SampleCard:
@@ -230,15 +235,19 @@ class NeighborSearch:
 
 
 def choose_queries(probes: ProbeSet, snapshots: list[EmbeddingSnapshot]) -> NDArray[np.int64]:
-    """Return samples that are finite in all snapshots: one of each of some labels, or evenly spaced ones."""
+    """Return samples that are finite in all snapshots: one of each of some labels, or evenly spaced ones.
+
+    Labels of several samples come first.
+    """
     finite = np.ones(len(probes.sample_id), np.bool_)
     for snapshot in snapshots:
         finite &= _is_finite(snapshot)
     samples = np.flatnonzero(finite)
-    labels = np.unique(probes.label[samples])
-    labels = labels[labels >= 0]
+    labeled = samples[probes.label[samples] >= 0]
+    labels, counts = np.unique(probes.label[labeled], return_counts=True)
     if len(labels) > 1:
-        return np.array([samples[probes.label[samples] == label][0] for label in _spaced(labels)])
+        chosen = [*_spaced(labels[counts > 1]), *_spaced(labels[counts == 1])][:NUM_QUERIES]
+        return np.array([labeled[probes.label[labeled] == label][0] for label in chosen])
     return _spaced(samples)
 
 
