@@ -948,3 +948,24 @@ def test_all_neighbors_of_a_perfect_encoder_are_right(label: list[int], expected
 def test_queries_are_of_classes_with_other_samples_first(label: list[int], expected: list[int]) -> None:
     probes, snapshot = _perfect(label)
     assert probes.label[choose_queries(probes, [snapshot])].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "over"),
+    [
+        ({"stages.1.batch_size": 64}, "step"),
+        ({"stages.1.batch_size": 128}, "samples"),
+        ({"stages.0.batch_size": 128}, "samples"),
+    ],
+    ids=["another stage of the same size", "another stage of another size", "another size"],
+)
+def test_runs_with_different_batch_sizes_are_compared_by_samples(
+    settings: dict[str, Any], over: str, tmp_path: Path
+) -> None:
+    runs = [
+        read_run(str(write_run(tmp_path / "one"))),
+        read_run(str(write_run(tmp_path / "two", settings=settings))),
+    ]
+    text = render_comparison(runs)
+    assert f"Loss by {over}" in text
+    assert ("The batch sizes differ" in text) == (over == "samples")

@@ -51,8 +51,8 @@ def render_comparison(runs: Sequence[Run]) -> str:
     names = Counter(run.name for run in runs)
     runs = [run if names[run.name] == 1 else replace(run, name=run.address) for run in runs]
     # Runs with different batch sizes are compared by the samples that they have seen.
-    batches = {tuple(stage.batch_size for stage in run.config.stages) for run in runs}
-    over = "step" if len(batches) == 1 else "samples"
+    sizes = {tuple(dict.fromkeys(stage.batch_size for stage in run.config.stages)) for run in runs}
+    over = "step" if len(sizes) == 1 else "samples"
     return render_template(
         "comparison.html.jinja",
         title=f"{len(runs)} runs compared",
