@@ -44,7 +44,7 @@ from raycl.report.plots import downsample
 from raycl.report.run import read_run
 from raycl.report.sections import batch_sizes, learning_panels, speed_panels
 from raycl.report.snapshots import NeighborSearch, choose_queries, project, summarize
-from raycl.report.tables import final_metrics, run_facts
+from raycl.report.tables import differing_settings, final_metrics, run_facts
 from raycl.report.writer import reported, write_comparison, write_report
 from raycl.storage import Place
 from tests.conftest import BUCKET
@@ -969,3 +969,14 @@ def test_runs_with_different_batch_sizes_are_compared_by_samples(
     text = render_comparison(runs)
     assert f"Loss by {over}" in text
     assert ("The batch sizes differ" in text) == (over == "samples")
+
+
+def test_settings_without_an_effect_in_any_run_do_not_differ(tmp_path: Path) -> None:
+    settings = ({}, {"stages.1.batch_size": 64})
+    runs = [
+        read_run(str(write_run(tmp_path / f"{number}", [], settings=each)))
+        for number, each in enumerate(settings)
+    ]
+    rows = differing_settings(runs).rows
+    assert ("stages.1.batch_size", "-", "64") in rows
+    assert [row for row in rows if len(set(row[1:])) == 1] == []
