@@ -980,3 +980,18 @@ def test_settings_without_an_effect_in_any_run_do_not_differ(tmp_path: Path) -> 
     rows = differing_settings(runs).rows
     assert ("stages.1.batch_size", "-", "64") in rows
     assert [row for row in rows if len(set(row[1:])) == 1] == []
+
+
+def test_a_stage_without_a_logged_line_keeps_its_number(tmp_path: Path) -> None:
+    stages = {f"stages.{number}.batch_size": 64 for number in (1, 2)}
+    for name, lines, has_stage_3 in (
+        ("first", [line_of(10), line_of(20)], False),
+        ("third", [line_of(10), line_of(20, stage=2)], True),
+        ("only third", [line_of(20, stage=2)], True),
+    ):
+        drawing = learning_panels(read_run(str(write_run(tmp_path / name, lines, settings=stages))))[
+            0
+        ].drawing
+        assert (" stage 3" in drawing) == has_stage_3
+        assert " stage 2" not in drawing
+        assert "--band" not in drawing  # the second stage is shaded

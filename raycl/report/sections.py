@@ -85,11 +85,11 @@ _COLLAPSE = (
 
 
 def timeline_of(run: Run) -> Timeline:
-    """Return the start of each stage that the run has reached, and its events."""
+    """Return the start of each stage with a logged step, and the events."""
     stage = run.history["stage"].kept()
     numbers = np.unique(stage.value[~np.isnan(stage.value)])
-    starts = tuple(int(stage.step[stage.value == number][0]) for number in numbers)
-    return Timeline(stage_starts=starts, events=tuple(run.history.events))
+    stages = tuple((int(number), int(stage.step[stage.value == number][0])) for number in numbers)
+    return Timeline(stages=stages, events=tuple(run.history.events))
 
 
 def batch_sizes(run: Run) -> Series:
