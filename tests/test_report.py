@@ -995,3 +995,13 @@ def test_a_stage_without_a_logged_line_keeps_its_number(tmp_path: Path) -> None:
         assert (" stage 3" in drawing) == has_stage_3
         assert " stage 2" not in drawing
         assert "--band" not in drawing  # the second stage is shaded
+
+
+def test_a_comparison_has_all_warnings_of_a_run(tmp_path: Path) -> None:
+    lines = [line_of(10, loss=float("nan")), {"step": 10, "event": "collapse", "text": "one point"}]
+    first = write_run(tmp_path / "first", lines, result={"status": "running"})
+    with (first / "metrics.jsonl").open("a") as file:
+        file.write("damaged\n")
+    text = render_comparison([read_run(str(first)), read_run(str(write_run(tmp_path / "second")))])
+    for note in ("still going", "NaN or infinite", "Damaged lines", "The embeddings collapsed"):
+        assert note in text

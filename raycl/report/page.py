@@ -56,10 +56,7 @@ def render_comparison(runs: Sequence[Run]) -> str:
     return render_template(
         "comparison.html.jinja",
         title=f"{len(runs)} runs compared",
-        runs=[
-            (run, [note for note in _run_notes(run) if note.is_bad or run.status != "finished"][:2])
-            for run in runs
-        ],
+        runs=[(run, _compared_notes(run)) for run in runs],
         over=over,
         panels=list(sections.compared_panels(runs, over)),
         final=final_metrics(runs),
@@ -132,6 +129,13 @@ def make_notes(run: Run) -> list[Note]:
 def _run_notes(run: Run) -> list[Note]:
     """Return the notes that need no embedding snapshots, which a comparison does not read."""
     return [*_status_notes(run), *_history_notes(run), *_missing_notes(run)]
+
+
+def _compared_notes(run: Run) -> list[Note]:
+    """Return the notes of a run in a comparison: all warnings, and the first two others of an unfinished run."""
+    notes = _run_notes(run)
+    others = [note for note in notes if not note.is_bad and run.status != "finished"]
+    return [note for note in notes if note.is_bad or note in others[:2]]
 
 
 def _status_notes(run: Run) -> Iterator[Note]:
