@@ -43,7 +43,7 @@ from raycl.report.page import make_notes, query_neighbors, render_comparison
 from raycl.report.plots import downsample
 from raycl.report.run import read_run
 from raycl.report.sections import batch_sizes, learning_panels, speed_panels
-from raycl.report.snapshots import NeighborSearch, choose_queries, project, summarize
+from raycl.report.snapshots import NeighborSearch, choose_queries, draw_map, project, summarize
 from raycl.report.tables import differing_settings, final_metrics, run_facts
 from raycl.report.writer import reported, write_comparison, write_report
 from raycl.storage import Place
@@ -604,7 +604,7 @@ def test_class_names_are_part_of_the_data(tmp_path: Path) -> None:
     (tmp_path / "data.json").write_text(json.dumps(data | {"classes": names}))
     page = page_of(tmp_path)
     assert "label a class of a long name, 3" in page.text
-    assert re.search(r"a class of a lon(?!g)", page.text)  # truncated on the map
+    assert "a class… name, 3" in page.text  # shortened on the map
     (tmp_path / "data.json").write_text(json.dumps(data | {"classes": None, "label_names": names}))
     assert "label a class of a long name, 3" in page_of(tmp_path).text
     (tmp_path / "data.json").write_text(json.dumps(data | {"classes": ["m²", "²", "--5", "٣", *names[4:]]}))
@@ -1005,3 +1005,18 @@ def test_a_comparison_has_all_warnings_of_a_run(tmp_path: Path) -> None:
     text = render_comparison([read_run(str(first)), read_run(str(write_run(tmp_path / "second")))])
     for note in ("still going", "NaN or infinite", "Damaged lines", "The embeddings collapsed"):
         assert note in text
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (["2", "a class of a long name, 1", "a class of a long name, 2"], ["2", "a class… name, 1", "a class… name, 2"]),
+        (["animals/cat/small-ones", "animals/dog/small-ones"], ["animals/cat/sma…", "animals/dog/sma…"]),
+        (["one of sixteen l.", "sixteen letters."], ["one of …xteen l.", "sixteen letters."]),
+    ],
+    ids=["different ends", "different middles", "one long name"],
+)  # fmt: skip
+def test_long_names_of_classes_stay_different_on_the_map(names: list[str], shown: list[str]) -> None:
+    points = np.random.default_rng(0).normal(size=(5 * len(names), 2))
+    drawing = draw_map(points, names * 5, label="map", named=True)
+    assert [drawing.count(f">{name}<") for name in shown] == [1] * len(names)

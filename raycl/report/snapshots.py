@@ -4,7 +4,7 @@ import base64
 import io
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -88,7 +88,8 @@ def draw_map(points: NDArray[np.float64], groups: list[str], *, label: str, name
         shown = [name for name, _ in Counter(groups).most_common(_MAX_GROUPS)]
         group = np.array(groups, dtype=object)
         axes.scatter(*points[~np.isin(group, shown)].T, s=10, c=MUTED, alpha=0.5, linewidths=0)
-        for number, name in enumerate(sorted(shown, key=_natural_order)):
+        names = sorted(shown, key=_natural_order)
+        for number, (name, shortened) in enumerate(zip(names, _shortened_names(names), strict=True)):
             members, color = points[group == name], HUES[number % NUM_HUES]
             marker = MARKERS[number % len(MARKERS)]
             axes.scatter(*members.T, s=15, c=color, marker=marker, alpha=0.75, linewidths=0, label=name)
@@ -101,10 +102,19 @@ def draw_map(points: NDArray[np.float64], groups: list[str], *, label: str, name
                 }
                 style: dict[str, Any] = {"color": INK, "weight": "bold", "fontsize": 13, "bbox": box}
                 x, y = np.median(members, axis=0)
-                axes.text(x, y, name[:16], ha="center", va="center", **style)
+                axes.text(x, y, shortened, ha="center", va="center", **style)
         if not named and len(shown) > 1:
             axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, markerscale=1.8)
         return drawing.to_svg()
+
+
+def _shortened_names(names: Sequence[str]) -> list[str]:
+    """Shorten long names to 16 characters, in the middle or else at an end, where most names stay different."""
+    ways = [
+        [name if len(name) <= 16 else f"{name[:start]}…{name[len(name) - end :]}" for name in names]
+        for start, end in ((7, 8), (15, 0), (0, 15))  # characters that are kept
+    ]
+    return max(ways, key=lambda shortened: len(set(shortened)))
 
 
 def _natural_order(name: str) -> tuple[bool, float, str]:
