@@ -1020,3 +1020,26 @@ def test_long_names_of_classes_stay_different_on_the_map(names: list[str], shown
     points = np.random.default_rng(0).normal(size=(5 * len(names), 2))
     drawing = draw_map(points, names * 5, label="map", named=True)
     assert [drawing.count(f">{name}<") for name in shown] == [1] * len(names)
+
+
+@pytest.mark.parametrize("kind", ["image", "text"])
+@pytest.mark.parametrize(
+    ("missing", "columns"),
+    [("latest", ["Before training"]), ("first", ["At step 200"]), (None, ["Before training", "At step 200"])],
+)
+def test_neighbors_are_shown_of_the_snapshots_that_exist(
+    kind: str, missing: str | None, columns: list[str], tmp_path: Path
+) -> None:
+    texts: dict[str, Any] = {"text": [f"text {number}" for number in range(60)]} if kind == "text" else {}
+    write_snapshots(write_run(tmp_path, []), **texts)
+    if missing:
+        (tmp_path / "embedding_snapshots" / f"{missing}.parquet").unlink()
+    page_of(tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    section = text[text.index('<h2 id="neighbors">') : text.index('<h2 id="map">')]
+    is_image = kind == "image"
+    assert ('class="neighbors pictures"' in section) == is_image
+    assert re.findall(r'<th scope="col">([^<]*)<', section) == ["Query"] * is_image + columns
+    assert ("✗ and a dashed frame" if is_image else "✓ has the same label, ✗ another") in section
+    assert section.count("<td>") == 8 * len(columns)
+    assert (f'colspan="{len(columns)}"' in section) != is_image
