@@ -1,6 +1,7 @@
 """Tables for notebooks, terminals and the report, a notebook's progress bar, and the formats of values."""
 
 import html
+import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -91,15 +92,20 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     lines = [list(columns), *cells] if columns else cells
     if not lines:
         return ""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    widths = [max(map(_width, column)) for column in zip(*lines, strict=True)]
     is_number = [isinstance(value, int | float) for value in (rows[0] if rows else columns)]
     return "\n".join(
         "  ".join(
-            cell.rjust(width) if right else cell.ljust(width)
+            " " * (width - _width(cell)) + cell if right else cell + " " * (width - _width(cell))
             for cell, width, right in zip(line, widths, is_number, strict=True)
         ).rstrip()
         for line in lines
     )
+
+
+def _width(text: str) -> int:
+    """Return the cells of a terminal that a text takes: two for each wide character of East Asian scripts."""
+    return len(text) + sum(unicodedata.east_asian_width(character) in "FW" for character in text)
 
 
 def progress_html(title: str, done: float, total: float, text: str) -> str:

@@ -249,3 +249,8 @@ def test_a_real_notebook_draws_one_updating_bar_and_shows_values() -> None:
     assert any("bank: first" in each.get("text", "") for each in outputs)
     (shown,) = [each for each in outputs if each.output_type == "execute_result"]
     assert "encoder.name" in shown["data"]["text/html"] and "resnet18" in shown["data"]["text/plain"]
+
+
+def test_wide_characters_take_two_cells() -> None:
+    assert text_table((), [("鳥", 7, "x"), ("bird", 12, "x")]) == "鳥     7  x\nbird  12  x"
+    assert text_table(("", "名前"), [(1, "ｶ"), (23, "カ")]) == "    名前\n 1  ｶ\n23  カ"

@@ -27,6 +27,7 @@ from raycl.embedding_snapshot import (
     EDGES,
     LATEST,
     EmbeddingSnapshot,
+    ProbeSet,
     count_cosines,
     read_probe_set,
     read_snapshot,
@@ -41,9 +42,9 @@ from raycl.report.history import read_history
 from raycl.report.page import make_notes, query_neighbors, render_comparison
 from raycl.report.plots import downsample
 from raycl.report.run import read_run
-from raycl.report.sections import batch_sizes, learning_panels
-from raycl.report.snapshots import NeighborSearch, project, summarize
-from raycl.report.tables import final_metrics, run_facts
+from raycl.report.sections import batch_sizes, learning_panels, speed_panels
+from raycl.report.snapshots import NeighborSearch, choose_queries, draw_map, project, summarize
+from raycl.report.tables import differing_settings, final_metrics, run_facts
 from raycl.report.writer import reported, write_comparison, write_report
 from raycl.storage import Place
 from tests.conftest import BUCKET
@@ -603,7 +604,7 @@ def test_class_names_are_part_of_the_data(tmp_path: Path) -> None:
     (tmp_path / "data.json").write_text(json.dumps(data | {"classes": names}))
     page = page_of(tmp_path)
     assert "label a class of a long name, 3" in page.text
-    assert re.search(r"a class of a lon(?!g)", page.text)  # truncated on the map
+    assert "a class… name, 3" in page.text  # shortened on the map
     (tmp_path / "data.json").write_text(json.dumps(data | {"classes": None, "label_names": names}))
     assert "label a class of a long name, 3" in page_of(tmp_path).text
     (tmp_path / "data.json").write_text(json.dumps(data | {"classes": ["m²", "²", "--5", "٣", *names[4:]]}))
@@ -640,7 +641,8 @@ def test_neighbors_without_a_label_count_neither_as_right_nor_as_wrong(tmp_path:
     label[label > 4] = -1
     rows = np.eye(16, dtype=np.float16)[[0] * 60]  # all samples are neighbors, those with low numbers first
     search = NeighborSearch(replace(run.probes, label=label), replace(run.latest, embedding=rows))
-    neighbors = [[other for other in range(7) if other != query][:6] for query in range(60)]
+    # Each label has five other samples.
+    neighbors = [[other for other in range(7) if other != query][:5] for query in range(60)]
     known = [label[each] == label[query] for query in range(60) for each in neighbors[query]
              if label[query] >= 0 and label[each] >= 0]  # fmt: skip
     assert search.right_fraction() == pytest.approx(np.mean(known))
@@ -881,3 +883,163 @@ def test_the_evaluation_names_the_baseline(recipe: str, metric: str, name: str, 
         run = write_run(tmp_path / f"{len(baseline)}", [*lines[:2], lines[2] | baseline], method=recipe)
         panel = learning_panels(read_run(str(run)))[1]
         assert panel.caption.endswith(expected)
+
+
+LAPS = [
+    line_of(10, seconds=1.0, samples_per_second=640.0, data_wait_fraction=0.1),
+    line_of(20, seconds=9.0, samples_per_second=80.0, data_wait_fraction=0.5),
+]
+UNDONE = [
+    *LAPS,
+    {"step": 10, "samples": 640, "seconds": 9.0, "event": ROLLBACK, "text": "went back"},
+    line_of(20, seconds=12.0, samples_per_second=213.0, data_wait_fraction=0.3),
+]
+
+
+@pytest.mark.parametrize(
+    ("lines", "rate", "waits"),
+    [(LAPS, 142.2, 45.6), (UNDONE, 106.7, 25.0)],
+    ids=["laps of several lengths", "a rollback"],
+)
+def test_an_unfinished_run_has_the_means_over_its_training_time(
+    lines: list[dict[str, Any]], rate: float, waits: float, tmp_path: Path
+) -> None:
+    run = read_run(str(write_run(tmp_path, lines, result={"status": "stopped"})))
+    table = final_metrics([run])
+    found = dict(zip(table.columns, table.rows[0], strict=True))
+    assert (found["samples/s"], found["waits for data"]) == (f"{rate}", f"{waits}%")
+    assert f"wait for data {waits}%" in speed_panels(run)[1].caption
+    assert re.search(rf"samples/s\s+{rate:.0f}\s", page_of(tmp_path).text)
+
+
+def test_a_finished_run_has_the_throughput_of_its_result(tmp_path: Path) -> None:
+    assert re.search(r"samples/s\s+640\s", page_of(write_run(tmp_path)).text)
+
+
+def _perfect(label: list[int]) -> tuple[ProbeSet, EmbeddingSnapshot]:
+    """Return samples with these labels, and embeddings that are equal within a class and orthogonal to others."""
+    rows = np.eye(max(label) + 2, dtype=np.float16)[label]
+    contents = {"text": [f"text {number}" for number in range(len(label))]}
+    probes = ProbeSet(
+        sample_id=np.arange(len(label)), label=np.array(label), contents=contents, held_out=True
+    )
+    counts = similarities(rows, rows)
+    return probes, EmbeddingSnapshot(step=1, embedding=rows, key=None, similarities=counts)
+
+
+@pytest.mark.parametrize(
+    ("label", "expected"),
+    [([0, 0, 1, 1, 1, 2, 3, -1], 1.0), ([0, 1, 2, 3], None), ([0] * 9 + [1] * 9, 1.0)],
+    ids=["small classes", "no class of two", "large classes"],
+)
+def test_all_neighbors_of_a_perfect_encoder_are_right(label: list[int], expected: float | None) -> None:
+    assert NeighborSearch(*_perfect(label)).right_fraction() == expected
+
+
+@pytest.mark.parametrize(
+    ("label", "expected"),
+    [
+        ([*range(100), *range(40, 60)], [40, 42, 45, 48, 50, 53, 56, 59]),
+        ([*range(20), 7, 11], [7, 11, 0, 2, 4, 8, 10, 14]),
+        ([-1, 3, 3, 4], [3, 4]),
+    ],
+    ids=["enough classes of two", "few classes of two", "few classes"],
+)
+def test_queries_are_of_classes_with_other_samples_first(label: list[int], expected: list[int]) -> None:
+    probes, snapshot = _perfect(label)
+    assert probes.label[choose_queries(probes, [snapshot])].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "over"),
+    [
+        ({"stages.1.batch_size": 64}, "step"),
+        ({"stages.1.batch_size": 128}, "samples"),
+        ({"stages.0.batch_size": 128}, "samples"),
+    ],
+    ids=["another stage of the same size", "another stage of another size", "another size"],
+)
+def test_runs_with_different_batch_sizes_are_compared_by_samples(
+    settings: dict[str, Any], over: str, tmp_path: Path
+) -> None:
+    runs = [
+        read_run(str(write_run(tmp_path / "one"))),
+        read_run(str(write_run(tmp_path / "two", settings=settings))),
+    ]
+    text = render_comparison(runs)
+    assert f"Loss by {over}" in text
+    assert ("The batch sizes differ" in text) == (over == "samples")
+
+
+def test_settings_without_an_effect_in_any_run_do_not_differ(tmp_path: Path) -> None:
+    settings = ({}, {"stages.1.batch_size": 64})
+    runs = [
+        read_run(str(write_run(tmp_path / f"{number}", [], settings=each)))
+        for number, each in enumerate(settings)
+    ]
+    rows = differing_settings(runs).rows
+    assert ("stages.1.batch_size", "-", "64") in rows
+    assert [row for row in rows if len(set(row[1:])) == 1] == []
+
+
+def test_a_stage_without_a_logged_line_keeps_its_number(tmp_path: Path) -> None:
+    stages = {f"stages.{number}.batch_size": 64 for number in (1, 2)}
+    for name, lines, has_stage_3 in (
+        ("first", [line_of(10), line_of(20)], False),
+        ("third", [line_of(10), line_of(20, stage=2)], True),
+        ("only third", [line_of(20, stage=2)], True),
+    ):
+        drawing = learning_panels(read_run(str(write_run(tmp_path / name, lines, settings=stages))))[
+            0
+        ].drawing
+        assert (" stage 3" in drawing) == has_stage_3
+        assert " stage 2" not in drawing
+        assert "--band" not in drawing  # the second stage is shaded
+
+
+def test_a_comparison_has_all_warnings_of_a_run(tmp_path: Path) -> None:
+    lines = [line_of(10, loss=float("nan")), {"step": 10, "event": "collapse", "text": "one point"}]
+    first = write_run(tmp_path / "first", lines, result={"status": "running"})
+    with (first / "metrics.jsonl").open("a") as file:
+        file.write("damaged\n")
+    text = render_comparison([read_run(str(first)), read_run(str(write_run(tmp_path / "second")))])
+    for note in ("still going", "NaN or infinite", "Damaged lines", "The embeddings collapsed"):
+        assert note in text
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (["2", "a class of a long name, 1", "a class of a long name, 2"], ["2", "a class… name, 1", "a class… name, 2"]),
+        (["animals/cat/small-ones", "animals/dog/small-ones"], ["animals/cat/sma…", "animals/dog/sma…"]),
+        (["one of sixteen l.", "sixteen letters."], ["one of …xteen l.", "sixteen letters."]),
+    ],
+    ids=["different ends", "different middles", "one long name"],
+)  # fmt: skip
+def test_long_names_of_classes_stay_different_on_the_map(names: list[str], shown: list[str]) -> None:
+    points = np.random.default_rng(0).normal(size=(5 * len(names), 2))
+    drawing = draw_map(points, names * 5, label="map", named=True)
+    assert [drawing.count(f">{name}<") for name in shown] == [1] * len(names)
+
+
+@pytest.mark.parametrize("kind", ["image", "text"])
+@pytest.mark.parametrize(
+    ("missing", "columns"),
+    [("latest", ["Before training"]), ("first", ["At step 200"]), (None, ["Before training", "At step 200"])],
+)
+def test_neighbors_are_shown_of_the_snapshots_that_exist(
+    kind: str, missing: str | None, columns: list[str], tmp_path: Path
+) -> None:
+    texts: dict[str, Any] = {"text": [f"text {number}" for number in range(60)]} if kind == "text" else {}
+    write_snapshots(write_run(tmp_path, []), **texts)
+    if missing:
+        (tmp_path / "embedding_snapshots" / f"{missing}.parquet").unlink()
+    page_of(tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    section = text[text.index('<h2 id="neighbors">') : text.index('<h2 id="map">')]
+    is_image = kind == "image"
+    assert ('class="neighbors pictures"' in section) == is_image
+    assert re.findall(r'<th scope="col">([^<]*)<', section) == ["Query"] * is_image + columns
+    assert ("✗ and a dashed frame" if is_image else "✓ has the same label, ✗ another") in section
+    assert section.count("<td>") == 8 * len(columns)
+    assert (f'colspan="{len(columns)}"' in section) != is_image

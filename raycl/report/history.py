@@ -30,11 +30,12 @@ class Event:
 class Series:
     """One metric over the run, all [num_points]; values that are not finite are NaN.
 
-    ``is_dropped`` marks the points that a rollback undid.
+    ``seconds`` is the training time since the point before. ``is_dropped`` marks the points that a rollback undid.
     """
 
     step: Floats
     samples: Floats
+    seconds: Floats
     value: Floats
     is_dropped: NDArray[np.bool_]
 
@@ -46,7 +47,7 @@ class Series:
     @property
     def finite(self) -> Floats:
         """The finite values that no rollback undid."""
-        return self.value[~np.isnan(self.value) & ~self.is_dropped]
+        return self.value[self._is_finite]
 
     @property
     def last(self) -> float | None:
@@ -55,8 +56,10 @@ class Series:
 
     @property
     def mean(self) -> float | None:
-        """The mean of the finite values, None if there are none."""
-        return float(self.finite.mean()) if len(self.finite) else None
+        """The mean of the finite values, weighted by their ``seconds``; None if there are none."""
+        seconds = self.seconds[self._is_finite]
+        weights = seconds if seconds.sum() > 0 else None  # older versions logged no seconds
+        return float(np.average(self.finite, weights=weights)) if len(self.finite) else None
 
     @property
     def max(self) -> float | None:
@@ -70,6 +73,10 @@ class Series:
     def dropped(self) -> "Series":
         """Return only the points that a rollback undid."""
         return self._select(self.is_dropped)
+
+    @property
+    def _is_finite(self) -> NDArray[np.bool_]:
+        return ~np.isnan(self.value) & ~self.is_dropped
 
     def _select(self, chosen: NDArray[np.bool_]) -> "Series":
         return Series(**{name: values[chosen] for name, values in vars(self).items()})
@@ -98,7 +105,9 @@ class History:
 
 
 _NOTHING = np.empty(0)
-_EMPTY = Series(step=_NOTHING, samples=_NOTHING, value=_NOTHING, is_dropped=np.empty(0, np.bool_))
+_EMPTY = Series(
+    step=_NOTHING, samples=_NOTHING, seconds=_NOTHING, value=_NOTHING, is_dropped=np.empty(0, np.bool_)
+)
 
 
 def read_history(lines: Iterable[str | bytes]) -> History:
@@ -146,8 +155,8 @@ def _series(
     rollbacks: list[tuple[int, int]],
 ) -> dict[str, Series]:
     """Return each metric, given the numbers of the lines with it, and its values."""
-    step_at, samples_at = np.full((2, num_lines), np.nan)
-    for name, column in (("step", step_at), ("samples", samples_at)):
+    step_at, samples_at, seconds_at = np.full((3, num_lines), np.nan)
+    for name, column in (("step", step_at), ("samples", samples_at), ("seconds", seconds_at)):
         if name in places:
             column[places[name]] = values[name]
     is_dropped = np.zeros(num_lines, np.bool_)
@@ -161,6 +170,7 @@ def _series(
         key = at.tobytes()
         if key not in shared:
             shared[key] = {field: column[at] for field, column in by_line.items()}
+            shared[key]["seconds"] = np.diff(seconds_at[at], prepend=0.0).clip(0)
         series[name] = Series(value=np.array(values[name]), **shared[key])
     return series
 

@@ -5,8 +5,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
-import numpy as np
-
 from raycl.errors import ConfigError
 from raycl.records import NOT_EVALUATED, ROLLBACK
 from raycl.report import sections
@@ -53,15 +51,12 @@ def render_comparison(runs: Sequence[Run]) -> str:
     names = Counter(run.name for run in runs)
     runs = [run if names[run.name] == 1 else replace(run, name=run.address) for run in runs]
     # Runs with different batch sizes are compared by the samples that they have seen.
-    batches = {tuple(stage.batch_size for stage in run.config.stages) for run in runs}
-    over = "step" if len(batches) == 1 else "samples"
+    sizes = {tuple(dict.fromkeys(stage.batch_size for stage in run.config.stages)) for run in runs}
+    over = "step" if len(sizes) == 1 else "samples"
     return render_template(
         "comparison.html.jinja",
         title=f"{len(runs)} runs compared",
-        runs=[
-            (run, [note for note in _run_notes(run) if note.is_bad or run.status != "finished"][:2])
-            for run in runs
-        ],
+        runs=[(run, _compared_notes(run)) for run in runs],
         over=over,
         panels=list(sections.compared_panels(runs, over)),
         final=final_metrics(runs),
@@ -109,10 +104,11 @@ def _headline(run: Run) -> list[tuple[str, str, str]]:
         if len(values):
             first = f"{values[0]:{form}} at first" if len(values) > 1 else ""
             headline.append((text, f"{values[-1]:{form}}", first))
-    for name, text in {"samples_per_second": "samples/s", "views_per_second": "views/s"}.items():
-        rates = run.history[name].finite
-        if len(rates):
-            headline.append((text, f"{np.median(rates):,.0f}", "median"))
+    rate = run.samples_per_second
+    if rate is not None:
+        headline.append(("samples/s", f"{rate:,.0f}", "on average"))
+        if run.history.has("views_per_second"):
+            headline.append(("views/s", f"{rate * run.config.num_views:,.0f}", "on average"))
     return headline
 
 
@@ -133,6 +129,13 @@ def make_notes(run: Run) -> list[Note]:
 def _run_notes(run: Run) -> list[Note]:
     """Return the notes that need no embedding snapshots, which a comparison does not read."""
     return [*_status_notes(run), *_history_notes(run), *_missing_notes(run)]
+
+
+def _compared_notes(run: Run) -> list[Note]:
+    """Return the notes of a run in a comparison: all warnings, and the first two others of an unfinished run."""
+    notes = _run_notes(run)
+    others = [note for note in notes if not note.is_bad and run.status != "finished"]
+    return [note for note in notes if note.is_bad or note in others[:2]]
 
 
 def _status_notes(run: Run) -> Iterator[Note]:

@@ -157,9 +157,9 @@ class Plot:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """The background of all curves of a run: the steps at which its stages start, and its events."""
+    """The background of all curves of a run: the number of each stage, from 0, with its first step, and the events."""
 
-    stage_starts: tuple[int, ...] = ()
+    stages: tuple[tuple[int, int], ...] = ()
     events: tuple[Event, ...] = ()
 
     def lettered(self) -> list[tuple[str, Event]]:
@@ -303,9 +303,10 @@ def _draw_limit(axes: Axes, limit: float) -> None:
 
 def _draw_timeline(axes: Axes, timeline: Timeline) -> None:
     top: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "fontsize": 11}
-    starts = timeline.stage_starts if len(timeline.stage_starts) > 1 else ()
-    ends = [*starts[1:], axes.get_xlim()[1]]
-    for number, (start, end) in enumerate(zip(starts, ends, strict=False)):
+    has_later = any(number for number, _ in timeline.stages)
+    stages = timeline.stages if has_later else ()
+    ends = [*(start for _, start in stages[1:]), axes.get_xlim()[1]]
+    for (number, start), end in zip(stages, ends, strict=False):
         if number % 2:
             axes.axvspan(start, max(start, end), color=BAND, linewidth=0, zorder=0)
         axes.text(start, 1.01, f" stage {number + 1}", color=MUTED, va="bottom", **top)

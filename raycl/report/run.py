@@ -40,6 +40,18 @@ class Run:
         """``running``, ``finished``, ``failed``, ``stopped`` or ``unknown``."""
         return str(self.result.get("status", "unknown"))
 
+    @property
+    def samples_per_second(self) -> float | None:
+        """The throughput in the result, or else the last samples by the last seconds of training, None without them.
+
+        In both, the time of the steps that a rollback undid counts, but not their samples.
+        """
+        rate = self.result.get("samples_per_second")
+        if isinstance(rate, int | float):
+            return rate
+        samples, seconds = self.history["samples"].last, self.history["seconds"].last
+        return samples / seconds if samples is not None and seconds else None
+
     def class_name(self, label: int) -> str:
         """Return the name of a label in the data, a folder or a text, or else its number."""
         classes = self.data.get("classes") or self.data.get("label_names") or []

@@ -85,11 +85,11 @@ _COLLAPSE = (
 
 
 def timeline_of(run: Run) -> Timeline:
-    """Return the start of each stage that the run has reached, and its events."""
+    """Return the start of each stage with a logged step, and the events."""
     stage = run.history["stage"].kept()
     numbers = np.unique(stage.value[~np.isnan(stage.value)])
-    starts = tuple(int(stage.step[stage.value == number][0]) for number in numbers)
-    return Timeline(stage_starts=starts, events=tuple(run.history.events))
+    stages = tuple((int(number), int(stage.step[stage.value == number][0])) for number in numbers)
+    return Timeline(stages=stages, events=tuple(run.history.events))
 
 
 def batch_sizes(run: Run) -> Series:
@@ -195,7 +195,7 @@ def _time_panel(history: History, timeline: Timeline) -> Panel:
     shares["all else" if len(shares) > 2 else "the step itself"] = np.clip(rest, 0, 1)
     parts = [(name, replace(whole, value=value)) for name, value in shares.items()]
     drawing = draw_shares(parts, label="Shares of the training time over the steps", timeline=timeline)
-    means = sorted(((value.mean(), name) for name, value in shares.items()), reverse=True)
+    means = sorted(((series.mean or 0.0, name) for name, series in parts), reverse=True)
     caption = ", ".join(f"{name} {mean:.1%}" for mean, name in means)
     return Panel(title="Training time by phase", drawing=drawing, caption=caption)
 

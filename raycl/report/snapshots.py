@@ -4,7 +4,7 @@ import base64
 import io
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -88,7 +88,8 @@ def draw_map(points: NDArray[np.float64], groups: list[str], *, label: str, name
         shown = [name for name, _ in Counter(groups).most_common(_MAX_GROUPS)]
         group = np.array(groups, dtype=object)
         axes.scatter(*points[~np.isin(group, shown)].T, s=10, c=MUTED, alpha=0.5, linewidths=0)
-        for number, name in enumerate(sorted(shown, key=_natural_order)):
+        names = sorted(shown, key=_natural_order)
+        for number, (name, shortened) in enumerate(zip(names, _shortened_names(names), strict=True)):
             members, color = points[group == name], HUES[number % NUM_HUES]
             marker = MARKERS[number % len(MARKERS)]
             axes.scatter(*members.T, s=15, c=color, marker=marker, alpha=0.75, linewidths=0, label=name)
@@ -101,10 +102,19 @@ def draw_map(points: NDArray[np.float64], groups: list[str], *, label: str, name
                 }
                 style: dict[str, Any] = {"color": INK, "weight": "bold", "fontsize": 13, "bbox": box}
                 x, y = np.median(members, axis=0)
-                axes.text(x, y, name[:16], ha="center", va="center", **style)
+                axes.text(x, y, shortened, ha="center", va="center", **style)
         if not named and len(shown) > 1:
             axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, markerscale=1.8)
         return drawing.to_svg()
+
+
+def _shortened_names(names: Sequence[str]) -> list[str]:
+    """Shorten long names to 16 characters, in the middle or else at an end, where most names stay different."""
+    ways = [
+        [name if len(name) <= 16 else f"{name[:start]}…{name[len(name) - end :]}" for name in names]
+        for start, end in ((7, 8), (15, 0), (0, 15))  # characters that are kept
+    ]
+    return max(ways, key=lambda shortened: len(set(shortened)))
 
 
 def _natural_order(name: str) -> tuple[bool, float, str]:
@@ -205,15 +215,20 @@ class NeighborSearch:
         ]
 
     def right_fraction(self) -> float | None:
-        """Return the fraction of labeled neighbors with the query's label, or of queries that find their key."""
+        """Return the fraction of labeled neighbors with the query's label, or of queries that find their key.
+
+        Of each query, only as many neighbors count as there are other samples of its label. None if none count.
+        """
         queries = np.flatnonzero(_is_finite(self._snapshot))
-        if not self._has_keys:
-            queries = queries[self._probes.label[queries] >= 0]
-        found, cosines, is_right = self.search(queries)
         if self._has_keys:
-            is_right = np.asarray(is_right.any(1))
+            is_right = np.asarray(self.search(queries)[2].any(1))
         else:
-            is_right = is_right[(self._probes.label[found] >= 0) & np.isfinite(cosines)]
+            label = self._probes.label
+            queries = queries[label[queries] >= 0]
+            found, cosines, is_right = self.search(queries)
+            _, number, sizes = np.unique(label[queries], return_inverse=True, return_counts=True)
+            is_counted = np.arange(found.shape[1]) < sizes[number, None] - 1
+            is_right = is_right[is_counted & (label[found] >= 0) & np.isfinite(cosines)]
         return float(is_right.mean()) if len(is_right) else None
 
     def card(self, sample: int, *, is_key: bool = False) -> SampleCard:
@@ -230,15 +245,19 @@ class NeighborSearch:
 
 
 def choose_queries(probes: ProbeSet, snapshots: list[EmbeddingSnapshot]) -> NDArray[np.int64]:
-    """Return samples that are finite in all snapshots: one of each of some labels, or evenly spaced ones."""
+    """Return samples that are finite in all snapshots: one of each of some labels, or evenly spaced ones.
+
+    Labels of several samples come first.
+    """
     finite = np.ones(len(probes.sample_id), np.bool_)
     for snapshot in snapshots:
         finite &= _is_finite(snapshot)
     samples = np.flatnonzero(finite)
-    labels = np.unique(probes.label[samples])
-    labels = labels[labels >= 0]
+    labeled = samples[probes.label[samples] >= 0]
+    labels, counts = np.unique(probes.label[labeled], return_counts=True)
     if len(labels) > 1:
-        return np.array([samples[probes.label[samples] == label][0] for label in _spaced(labels)])
+        chosen = [*_spaced(labels[counts > 1]), *_spaced(labels[counts == 1])][:NUM_QUERIES]
+        return np.array([labeled[probes.label[labeled] == label][0] for label in chosen])
     return _spaced(samples)
 
 

@@ -82,7 +82,7 @@ def _last_metrics(run: Run) -> dict[str, str]:
         "steps": _count(history["step"].last),
         "samples": _count(history["samples"].last),
         "training time": duration(result.get("seconds", history["seconds"].last)),
-        "samples/s": _number(result.get("samples_per_second", history["samples_per_second"].mean)),
+        "samples/s": _number(run.samples_per_second),
         "loss": _number(history["loss"].last),
     }
     for name, title in EVALUATION_METRICS.items():
@@ -96,11 +96,12 @@ def _last_metrics(run: Run) -> dict[str, str]:
 
 
 def differing_settings(runs: Sequence[Run]) -> Table:
-    """Return the settings in which the runs differ, one row per setting."""
+    """Return the settings in which the runs differ, one row per setting that has an effect in a run."""
     first, *others = runs
     keys = dict.fromkeys(key for other in others for key in differences(first.config, other.config))
     settings = [flat(active_settings(run.config)) for run in runs]
     rows = [(key, *(_setting(values.get(key, NONE)) for values in settings)) for key in keys]
+    rows = [row for row in rows if len(set(row[1:])) > 1]
     return Table(title="Settings that differ", columns=("setting", *(run.name for run in runs)), rows=rows)
 
 
