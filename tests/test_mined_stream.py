@@ -26,9 +26,8 @@ from raycl.storage import Place
 from raycl.training import miner as miner_module
 from raycl.training import mining
 from raycl.training.banks import open_miner
-from raycl.training.corpus import Corpus
+from raycl.training.corpus import Corpus, GrowingCorpus, table_of_bytes
 from raycl.training.encoder_pool import Encoded
-from raycl.training.growing_corpus import GrowingCorpus, table_of_bytes
 from raycl.training.job import Job
 from raycl.training.mined import MinedNegatives, MinedTable
 from raycl.training.miner import CorpusEncoder, CorpusUpdate, Miner, MinerUpdate

@@ -20,9 +20,8 @@ from raycl.distributed import all_sum, rank
 from raycl.models.towers import Towers
 from raycl.negatives.bank import Bank
 from raycl.ray_runtime import helper_actor, kill_actors, without_stderr
-from raycl.training.corpus import Corpus, corpus_of_run
+from raycl.training.corpus import Corpus, GrowingCorpus, corpus_of_run, table_of_bytes, unknown
 from raycl.training.encoder_pool import EncoderPool
-from raycl.training.growing_corpus import GrowingCorpus, table_of_bytes, unknown
 from raycl.training.job import Job
 from raycl.training.mined import MinedNegatives, MinedTable
 from raycl.training.miner import CorpusEncoder, CorpusUpdate, Miner, MinerUpdate
