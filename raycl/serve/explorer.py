@@ -17,7 +17,7 @@ from starlette.concurrency import run_in_threadpool
 from raycl.errors import ConfigError, DataError, RayclError, RunError, StorageError
 from raycl.negatives.bank import Bank
 from raycl.negatives.saved_bank import SavedBank
-from raycl.negatives.search import Neighbors, why_missing
+from raycl.negatives.search import Neighbors, norms, why_missing
 from raycl.negatives.stats import BankStats
 from raycl.records import METRICS, last_checkpoint
 from raycl.report.history import Series, read_history
@@ -255,7 +255,7 @@ class Explorer:
             raise UnknownSampleError(why_missing([sample_id], self.bank.ask(lambda bank: bank.spec)))
         self.num_answered += 1
         newest = found.newest_step
-        by_step = sorted(zip(found.step.tolist(), _norms(found.rows), strict=True), reverse=True)
+        by_step = sorted(zip(found.step.tolist(), norms(found.rows).tolist(), strict=True), reverse=True)
         rows = [
             schemas.Row(
                 step=step if step >= 0 else None,
@@ -287,7 +287,7 @@ class Explorer:
         self.num_answered += 1
         held = self.bank.ask(lambda bank: bank.get(np.unique(found.sample_id)))
         names = zip(held.sample_id.tolist(), held.step.tolist(), strict=True)
-        norms = dict(zip(names, _norms(held.rows), strict=True))
+        norm_of = dict(zip(names, norms(held.rows).tolist(), strict=True))
         columns = found.sample_id.tolist(), found.similarity.tolist(), found.step.tolist()
         neighbors = [
             schemas.Neighbor(
@@ -295,7 +295,7 @@ class Explorer:
                 similarity=similarity,
                 step=step,
                 age=found.newest_step - step,
-                norm=norms.get((sample_id, step)),
+                norm=norm_of.get((sample_id, step)),
             )
             for sample_id, similarity, step in zip(*columns, strict=True)
         ]
@@ -361,7 +361,3 @@ def _field(content: bytes, boundary: str) -> bytes:
 
 def _or_none(newest_step: int) -> int | None:
     return newest_step if newest_step >= 0 else None
-
-
-def _norms(rows: np.ndarray) -> list[float]:
-    return np.linalg.norm(rows.astype(np.float32), axis=1).tolist()
