@@ -13,8 +13,7 @@ from raycl.data.decode import Decoder
 from raycl.data.discovery import find_source
 from raycl.data.images import ImageFormat
 from raycl.data.in_memory import InMemoryDataset
-from raycl.demo.digits import CANVAS
-from raycl.demo.plan import RUN
+from raycl.demo.digits import CANVAS, RUN
 from raycl.demo.run import compare
 from raycl.inference.encoder import load_encoder
 from raycl.models.encoder_io import ImageEncoder

@@ -4,7 +4,7 @@ import io
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pandas as pd
@@ -15,6 +15,7 @@ from PIL import Image
 from ray.data.extensions import ArrowTensorArray
 
 import raycl
+from raycl.api import Measure
 from raycl.cli.plan import NUM_PEEKED, command_settings, plan_run, run_flags
 from raycl.config.overrides import override
 from raycl.data.codecs import store_all
@@ -27,8 +28,6 @@ from raycl.recipes import recipe
 from raycl.storage import Place
 from tests.encoders import write_images_run
 from tests.images import digit_files, encode, photograph, write_digits
-
-MEASURES = ("knn", "linear", "retrieval", "sts")
 
 
 @pytest.fixture
@@ -121,7 +120,7 @@ def test_flags_for_one_stage_are_refused_with_several_stages(tmp_path: Path) -> 
         raycl.train(staged, data="none", output=tmp_path / "run", epochs=3)
 
 
-@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("measure", get_args(Measure))
 def test_evaluation_options_match_those_of_the_command(measure: Any, tmp_path: Path) -> None:
     (tmp_path / "encoder.json").write_text("{}")
     with pytest.raises(ConfigError, match="unknown key") as of_command:

@@ -13,8 +13,7 @@ from torchvision import transforms
 
 import raycl.augment.images
 from raycl.augment import ImageAugmentation, center_view, two_views, uniforms
-from raycl.augment.blur import blur, blur_by_products, blur_by_shifts, kernel_size
-from raycl.augment.color import color_transform, recolor
+from raycl.augment.color import blur, blur_by_products, blur_by_shifts, color_transform, kernel_size, recolor
 from raycl.augment.crop import NUM_BOX_DRAWS, draw_boxes, resample_by_products, resample_by_slices, rotate
 from raycl.errors import ConfigError
 

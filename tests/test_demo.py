@@ -14,7 +14,7 @@ from raycl.config.overrides import config_to_yaml
 from raycl.data.codecs import store_all
 from raycl.data.images import ImageFormat
 from raycl.data.in_memory import InMemoryDataset
-from raycl.demo.plan import plan_demo
+from raycl.demo.digits import plan_demo
 from raycl.demo.run import NUM_NEIGHBORS, Representation, draw_neighbors, run_demo
 from raycl.errors import RunError, StoppedError
 from raycl.training.preflight import ValidatedRun

@@ -25,9 +25,16 @@ from raycl.data.sources import Fragment
 from raycl.display import format_bytes
 from raycl.doctor.checks import check_gpus, check_network
 from raycl.doctor.data import MAX_FRAGMENTS, DataSummary, SampledRow, check_data, spread
-from raycl.doctor.encoders import check_pools, estimate_encoder
 from raycl.doctor.estimate import ALLOCATOR, CUDA_BYTES, MemoryEstimate
-from raycl.doctor.memory import bank_bytes, check_decoded_data, check_memory, estimate_memory, is_streamed
+from raycl.doctor.memory import (
+    bank_bytes,
+    check_decoded_data,
+    check_memory,
+    check_pools,
+    estimate_encoder,
+    estimate_memory,
+    is_streamed,
+)
 from raycl.doctor.memory_profile import MemoryProfile, peak_bytes, profile_memory
 from raycl.doctor.nodes import (
     Node,

@@ -17,6 +17,7 @@ from ray.exceptions import (
     RayTaskError,
 )
 
+from raycl.config.schema import PoolConfig
 from raycl.training.encoder_pool import ActorLauncher, Encoded, EncoderActor, PoolActor, Request, start_pool
 
 
@@ -792,7 +793,7 @@ def test_an_encoder_that_waits_beside_a_ready_one_is_not_reported(monkeypatch: p
 def test_the_report_names_what_an_encoder_reserves(
     resources: dict[str, float], labels: dict[str, str], needs: str
 ) -> None:
-    assert ActorLauncher({**resources, "resources": {}, "label_selector": labels}).needs == needs
+    assert ActorLauncher({**resources, "label_selector": labels}).needs == needs
 
 
 def test_a_released_pool_holds_no_encoder_until_another_attempt_publishes_weights() -> None:
@@ -884,7 +885,7 @@ def test_a_pool_starts_without_lines_of_rays_core(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     give_a_noisy_core(monkeypatch, "raycl.training.encoder_pool")
-    with start_pool(lambda: None, least=1, most=1, resources={"CPU": 1}) as pool:  # type: ignore[arg-type]
+    with start_pool(lambda: None, PoolConfig(), print, actors=(1, 1)) as pool:  # type: ignore[arg-type]
         os.write(2, b"later\n")
     assert pool.actor == "actor"
     assert capfd.readouterr().err == "later\n"

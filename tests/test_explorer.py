@@ -46,8 +46,7 @@ from raycl.negatives.spec import BankSpec
 from raycl.negatives.store import Negatives
 from raycl.serve.app import create_app
 from raycl.serve.auth import HEADERS, checked_token, new_token
-from raycl.serve.explorer import Explorer, QueryEncoder, ReconnectingBank, RunProgress
-from raycl.serve.requests import MAX_BYTES
+from raycl.serve.explorer import MAX_BYTES, Explorer, QueryEncoder, ReconnectingBank, RunProgress
 from raycl.serve.sample_viewer import SampleViewer, UnknownSampleError, thumbnail
 from raycl.serve.target import ServeTarget, columns_of, saved_explorer
 from raycl.storage import Place

@@ -28,8 +28,7 @@ from raycl.losses.clip import Clip
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.guide import Guide
 from raycl.losses.info_nce import InfoNce
-from raycl.losses.matryoshka import Matryoshka
-from raycl.losses.objective import Objective, StoreBatch
+from raycl.losses.objective import Matryoshka, Objective, StoreBatch
 from raycl.recipes import recipe
 from raycl.training.guide import read_guide
 from raycl.training.preflight import check_data_sets, id_columns

@@ -14,7 +14,7 @@ import torch
 from raycl.config import RunConfig
 from raycl.config.overrides import override
 from raycl.errors import CollapseError, NonFiniteLossError
-from raycl.models.temperature import LearnedTemperature
+from raycl.models.towers import LearnedTemperature
 from raycl.recipes import recipe
 from raycl.storage import Place
 from raycl.training import checkpoint, loop

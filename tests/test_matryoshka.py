@@ -12,8 +12,7 @@ import raycl
 from raycl.config.overrides import override
 from raycl.errors import ConfigError
 from raycl.losses.example_ids import ExampleIds
-from raycl.losses.matryoshka import Matryoshka
-from raycl.losses.objective import StoreBatch, build_objective
+from raycl.losses.objective import Matryoshka, StoreBatch, build_objective
 from raycl.recipes import recipe
 from raycl.training.launch import _untrained_numbers
 

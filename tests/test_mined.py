@@ -336,7 +336,7 @@ def test_a_miner_starts_without_lines_of_rays_core(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     give_a_noisy_core(monkeypatch, "raycl.training.mining")
-    monkeypatch.setattr("raycl.training.mining.open_pool", lambda *_, **__: nullcontext("pool"))
+    monkeypatch.setattr("raycl.training.mining.start_pool", lambda *_, **__: nullcontext("pool"))
     job: Any = SimpleNamespace(
         config=CONFIG, coordinator=None, vocabulary="some", network=None, corpus=None, stream=None
     )

@@ -26,9 +26,8 @@ from raycl.storage import Place
 from raycl.training import miner as miner_module
 from raycl.training import mining
 from raycl.training.banks import open_miner
-from raycl.training.corpus import Corpus
+from raycl.training.corpus import Corpus, GrowingCorpus, table_of_bytes
 from raycl.training.encoder_pool import Encoded
-from raycl.training.growing_corpus import GrowingCorpus, table_of_bytes
 from raycl.training.job import Job
 from raycl.training.mined import MinedNegatives, MinedTable
 from raycl.training.miner import CorpusEncoder, CorpusUpdate, Miner, MinerUpdate
@@ -426,8 +425,8 @@ def test_the_pool_of_a_miner_leaves_the_cpus_of_workers_and_data_tasks(
     monkeypatch.setattr("raycl.training.banks.ray", MagicMock())
     monkeypatch.setattr("raycl.training.banks.start_bank", MagicMock())
     monkeypatch.setattr("raycl.training.banks.read_corpus", lambda _: (None, None, np.arange(NUM_ROWS)))
-    open_pool = MagicMock(return_value=nullcontext())
-    monkeypatch.setattr("raycl.training.mining.open_pool", open_pool)
+    start_pool = MagicMock(return_value=nullcontext())
+    monkeypatch.setattr("raycl.training.mining.start_pool", start_pool)
     pool = {"negatives.mined.actors": 4, "negatives.mined.min_actors": 1}
     config = override(config_of("two_tower"), {"workers": 2, "cpus_per_worker": 1.0} | pool)
     stream: Any = MagicMock() if streamed else None
@@ -439,7 +438,7 @@ def test_the_pool_of_a_miner_leaves_the_cpus_of_workers_and_data_tasks(
         sample_id=np.arange(NUM_ROWS),
     )
     with open_miner(job, report=lambda _: None):
-        assert open_pool.call_args.kwargs["actors"] == expected
+        assert start_pool.call_args.kwargs["actors"] == expected
 
 
 def test_rows_of_a_stream_that_no_table_has_get_random_documents() -> None:

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from raycl.config import RunConfig
 from raycl.data.in_memory import Batch, InMemoryDataset, texts_of, tokens_of
 from raycl.errors import ConfigError
+from raycl.loss_specs import MIN_TEMPERATURE
 from raycl.losses.clip import Clip
 from raycl.losses.example_ids import ExampleIds, IdExchange, merge_ids
 from raycl.losses.hinge import Hinge
 from raycl.losses.info_nce import InfoNce
 from raycl.losses.objective import Objective, StoreBatch
 from raycl.models.build import build_towers
-from raycl.models.temperature import MIN_TEMPERATURE, LearnedTemperature
-from raycl.models.towers import Tower, TwoTowers
+from raycl.models.towers import LearnedTemperature, Tower, TwoTowers
 from raycl.training.evaluators import RetrievalEvaluator
 from raycl.training.step import train_step
 from raycl.training.stores import build_store

@@ -22,9 +22,8 @@ from raycl.gradient_cache import embed_in_chunks
 from raycl.losses import clip, dcl, info_nce, nnclr, nt_xent, siglip, supcon
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.guide import Guide
-from raycl.losses.matryoshka import Matryoshka
 from raycl.losses.nnclr import nearest_rows
-from raycl.losses.objective import StoreBatch, build_objective
+from raycl.losses.objective import Matryoshka, StoreBatch, build_objective
 from raycl.negatives.queue import KeyQueue
 from raycl.recipes import recipe
 from tests.embeddings import make_rows, make_views

@@ -13,7 +13,7 @@ from raycl.distributed import device_copy
 from raycl.distributed.device_copy import Download
 from raycl.losses import mutual, views
 from raycl.losses.objective import StoreBatch
-from raycl.models.temperature import LearnedTemperature
+from raycl.models.towers import LearnedTemperature
 from raycl.training import stores
 from tests import pretend_gpu
 from tests.pretended_steps import CASES, count

@@ -20,6 +20,7 @@ from ray.exceptions import RaySystemError
 from ray.train.v2._internal.constants import ENABLE_PREEMPTION_WATCHER_ENV_VAR
 
 from raycl import ray_runtime
+from raycl.config.schema import PoolConfig
 from raycl.errors import ConfigError, RunError
 from raycl.negatives import bank
 from raycl.ray_runtime import (
@@ -464,7 +465,7 @@ def test_the_end_of_ray_does_not_hide_the_error_that_it_caused(
     opened: dict[str, contextlib.AbstractContextManager[Any]] = {
         "coordinator": coordinator.start_coordinator(),
         "bank": banks.open_bank(job, print),
-        "pool": encoder_pool.start_pool(MagicMock(), least=1, most=1, resources={}),
+        "pool": encoder_pool.start_pool(MagicMock(), PoolConfig(), print, actors=(1, 1)),
     }
     with pytest.raises(RunError, match="the cause"), opened[owner]:
         raise RunError("the cause")

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raycl.augment.blur import blur
 from raycl.augment.checks import (
     check_images,
     check_length,
@@ -18,7 +17,7 @@ from raycl.augment.checks import (
     check_range,
     check_shape,
 )
-from raycl.augment.color import color_transform, recolor
+from raycl.augment.color import blur, color_transform, recolor
 from raycl.augment.crop import NUM_BOX_DRAWS, draw_boxes, resample, rotate
 from raycl.augment.rng import uniforms
 from raycl.distributed.device_copy import constant

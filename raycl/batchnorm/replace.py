@@ -4,7 +4,7 @@ from typing import Literal
 
 from torch import nn
 
-from raycl.batchnorm.base import PLAIN, refuse_other_kinds
+from raycl.batchnorm.kernels import PLAIN, refuse_other_kinds
 from raycl.errors import ConfigError
 
 _MAX_GROUPS = 32  # Wu and He, 2018

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raycl.batchnorm.base import PLAIN, BatchNormBase, count_batch, refuse_other_kinds, track
+from raycl.batchnorm.kernels import PLAIN, BatchNormBase, count_batch, refuse_other_kinds, track
 from raycl.errors import ConfigError
 
 

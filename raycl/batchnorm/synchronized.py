@@ -15,17 +15,21 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from raycl.batchnorm.base import PLAIN, BatchNormBase, count_batch, refuse_other_kinds, track
 from raycl.batchnorm.kernels import (
+    PLAIN,
+    BatchNormBase,
     Moments,
     check_count,
+    count_batch,
     gradient_at_input,
     local_moments,
     match_layout,
     merge,
     moments_of_batch,
     normalize,
+    refuse_other_kinds,
     statistics_dtype,
+    track,
 )
 from raycl.distributed import all_sum, gather_detached, num_workers
 

@@ -254,9 +254,8 @@ def _print_stats(stats: "BankStats") -> None:
 
 def _print_rows(found: "SampleRows") -> None:
     """Print one line per row: sample, step, norm and the first values."""
-    import numpy as np
+    from raycl.negatives.search import norms
 
-    lengths = np.linalg.norm(found.rows.astype(np.float32), axis=1)
     rows = [
         (
             str(id_),
@@ -265,7 +264,9 @@ def _print_rows(found: "SampleRows") -> None:
             " ".join(f"{value:.4f}" for value in row[:_NUM_SHOWN])
             + (" ..." if len(row) > _NUM_SHOWN else ""),
         )
-        for id_, step, length, row in zip(found.sample_id, found.step, lengths, found.rows, strict=True)
+        for id_, step, length, row in zip(
+            found.sample_id, found.step, norms(found.rows), found.rows, strict=True
+        )
     ]
     print(text_table(("sample_id", "step", "norm", "embedding"), rows))
 

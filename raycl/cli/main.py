@@ -69,7 +69,7 @@ def demo(
     debug: Debug = False,
 ) -> None:
     """Pretrain on scikit-learn's handwritten digits, evaluate the encoder, and plot its neighbors."""
-    from raycl.demo.plan import plan_demo
+    from raycl.demo.digits import plan_demo
 
     config = plan_demo(output, workers=workers, epochs=epochs)
     from raycl.provenance import typed

@@ -359,8 +359,11 @@ COMMANDS: dict[str, dict[str, type]] = {
 
 def check_measure(measure: str) -> None:
     """Raise ``ConfigError`` for an unknown measure of ``raycl evaluate``."""
-    if measure not in ("knn", "linear", "retrieval", "sts"):
-        raise ConfigError(f"unknown measure {measure!r}; choose knn, linear, retrieval or sts")
+    from raycl.inference.preflight import MEASURES
+
+    *others, last = MEASURES
+    if measure not in (*others, last):
+        raise ConfigError(f"unknown measure {measure!r}; choose {', '.join(others)} or {last}")
 
 
 def command_settings(command: str, settings: Settings) -> dict[str, Any]:

@@ -422,6 +422,12 @@ class PoolConfig(Section):
         """The fewest and the most actors of the pool."""
         return self.actors if self.min_actors is None else self.min_actors, self.actors
 
+    @property
+    def labels(self) -> dict[str, str]:
+        """The Ray label of the nodes for these actors; empty for any node."""
+        name, _, value = (self.node_label or "").partition("=")
+        return {name: value} if name else {}
+
 
 @final
 class MomentumEncoderConfig(PoolConfig):

@@ -1,7 +1,8 @@
-"""Digits on a canvas: each at random positions, sizes and angles.
+"""The demo's digits on a canvas: each at random positions, sizes and angles.
 
 On scikit-learn's plain 8x8 digits raw pixels already reach a kNN accuracy of 0.98. With random
-placement they fail, and an encoder must learn invariance.
+placement they fail, and an encoder must learn invariance. The plan of the demo is here too, checked
+before torch is imported and Ray starts.
 """
 
 import io
@@ -15,6 +16,12 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
+from raycl.config import RunConfig
+from raycl.config.overrides import override
+from raycl.errors import ConfigError
+from raycl.gpus import cpu_has_bfloat16
+from raycl.recipes import recipe
+from raycl.records import CONFIG
 from raycl.storage import Place
 
 CANVAS = 32  # pixels
@@ -22,6 +29,7 @@ SIDES = (11.0, 20.0)  # pixels of a placed digit
 ANGLES = (-30.0, 30.0)  # degrees
 NUM_PLACEMENTS = 4
 NUM_TEST = 500
+RUN = "run"  # folder of the run below the output
 
 
 def write_digits(output: Place, *, seed: int = 0) -> tuple[str, str]:
@@ -66,3 +74,35 @@ def _png(picture: Image.Image) -> bytes:
     stream = io.BytesIO()
     picture.save(stream, "PNG")
     return stream.getvalue()
+
+
+def plan_demo(output: str, *, workers: int, epochs: int) -> RunConfig:
+    """Check the output, and return the configuration of the run below it.
+
+    Raises ``ConfigError`` if it holds an earlier demo, or ``StorageError``.
+    """
+    config = _config(workers=workers, epochs=epochs)
+    place = Place(output)
+    if (place / RUN / CONFIG).exists():
+        raise ConfigError(f"{output} holds an earlier demo; give another --output or remove it")
+    place.check_writable()
+    return config
+
+
+def _config(*, workers: int, epochs: int) -> RunConfig:
+    """Return SimCLR for the digits: a small ResNet; crops, angles and contrast, no flips."""
+    return override(
+        recipe("simclr", image_size=CANVAS, on_cpu=True),
+        {
+            "workers": workers,
+            "precision": "bfloat16" if cpu_has_bfloat16() else "float32",
+            "data.channels": 1,
+            "augment.crop_scale": [0.4, 1.0],
+            "augment.flip": 0.0,
+            "augment.rotation": ANGLES[1],
+            "stages.0.epochs": epochs,
+            "stages.0.batch_size": max(workers, 128 // workers * workers),
+            "stages.0.temperature": 0.15,
+            "evaluation.num_test": 500,
+        },
+    )

@@ -17,13 +17,11 @@ from torch import Tensor
 from raycl.config import RunConfig
 from raycl.data.images import ImageFormat
 from raycl.data.in_memory import InMemoryDataset, pixels_of
-from raycl.demo.digits import CANVAS, write_digits
-from raycl.demo.plan import RUN
+from raycl.demo.digits import CANVAS, RUN, write_digits
 from raycl.errors import StoppedError
-from raycl.evaluation.embed import embed
+from raycl.evaluation.embed import embed, raw_pixels
 from raycl.evaluation.knn import knn_accuracy, nearest
 from raycl.evaluation.linear import linear_accuracy
-from raycl.evaluation.raw_pixels import raw_pixels
 from raycl.inference.encoder import load_encoder
 from raycl.inference.reading import read_images
 from raycl.models.encoder_io import ImageEncoder

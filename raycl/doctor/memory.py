@@ -1,19 +1,19 @@
-"""Checks of a recipe: whether its workers, its decoded data and its bank fit into the memory of the nodes.
+"""Checks of a recipe: whether workers, pools of encoders, decoded data and bank fit into the memory of the nodes.
 
 The memory of a worker follows from a formula, and from the memory of a row in a forward and backward pass,
 which is measured.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import ray
 
 from raycl.config import RunConfig, Stage
+from raycl.config.schema import PoolConfig
 from raycl.data.embeddings import count_embeddings
 from raycl.display import format_bytes
 from raycl.doctor.data import DataSummary
-from raycl.doctor.encoders import check_pools
 from raycl.doctor.estimate import (
     Answers,
     MemoryEstimate,
@@ -25,6 +25,7 @@ from raycl.doctor.estimate import (
     workers_on,
 )
 from raycl.doctor.memory_profile import MemoryProfile, profile_memory
+from raycl.doctor.nodes import Node
 from raycl.doctor.result import CheckResult, failed, passed, passed_if
 from raycl.errors import RayclError, last_line
 from raycl.negatives.placement import nodes_for_a_bank
@@ -32,6 +33,8 @@ from raycl.negatives.spec import BankSpec
 from raycl.storage import Place
 from raycl.training.data_module import known_tokenizer, must_stream
 from raycl.training.driver import check_cluster
+from raycl.training.miner import TEXTS_TOGETHER
+from raycl.training.pools import nodes_for, pools_of
 from raycl.training.preflight import check_guide, check_streamed
 from raycl.training.stores import bank_spec
 
@@ -225,6 +228,67 @@ def estimate_memory(
         on_gpu = frozenset(parts) - on_host if config.gpu else frozenset[str]()
         estimates.append(MemoryEstimate(stage=number, parts=parts, on_gpu=on_gpu))
     return max(estimates, key=lambda estimate: estimate.total)
+
+
+def check_pools(
+    config: RunConfig,
+    profiles: Sequence[MemoryProfile],
+    estimate_of: Callable[[int], MemoryEstimate],
+    answers: Answers,
+) -> Iterator[CheckResult]:
+    """Yield the results for each pool of encoders; ``estimate_of`` returns the memory of one of so many workers."""
+    num_cpus = sum(answer.node.num_cpus for answer in answers)
+    for section, pool in pools_of(config).items():
+        encoder = estimate_encoder(config.settled(1), section, profiles)  # keys of the smallest group
+        labeled = {node["NodeID"] for node in nodes_for(pool)}
+        chosen = [answer for answer in answers if answer.node.node_id in labeled]
+        placed = []
+        for answer in chosen:
+            workers = workers_on(answer.node, config, num_cpus)
+            if encoders := _encoders_on(answer.node, config, pool, workers, num_cpus):
+                text = f"{encoders} beside {workers} worker{'' if workers == 1 else 's'}"
+                num_bytes = workers * estimate_of(workers).host + encoders * encoder.host
+                placed.append((answer, text, num_bytes, encoder))
+        name = f"memory of an encoder of {section}"
+        remedy = f"lower {section}.actors, set {section}.node_label to nodes without workers, or add nodes"
+        yield check_nodes(name, encoder, placed, lambda _, remedy=remedy: remedy)
+        if pool.gpus_per_actor:
+            nodes = [answer.node for answer in chosen]
+            name, remedy = f"GPU of an encoder of {section}", f"raise {section}.gpus_per_actor"
+            yield check_gpu(name, encoder, nodes, remedy, share=min(1.0, pool.gpus_per_actor))
+
+
+def estimate_encoder(config: RunConfig, section: str, profiles: Sequence[MemoryProfile]) -> MemoryEstimate:
+    """Return the memory of an encoder of this section's pool, in its largest stage."""
+    estimates = []
+    for number, (stage, measured) in enumerate(zip(config.stages, profiles, strict=True)):
+        if section == "momentum_encoder":
+            num_views = config.views[0].count if config.has_prediction_head else 1
+            rows = num_views * config.local_batch_size(stage)
+            together = min(rows, stage.chunk_size or rows)
+        else:
+            rows = together = TEXTS_TOGETHER
+        parts = {
+            "process": measured.process,
+            "weights": 2 * (measured.parameters + measured.buffers),  # the next ones are loaded beside them
+            "activations": together * max(measured.encoded),
+            "views": rows * max(measured.inputs),
+        }
+        on_gpu = (
+            frozenset(parts) - {"process"} if pools_of(config)[section].gpus_per_actor else frozenset[str]()
+        )
+        estimates.append(MemoryEstimate(stage=number, parts=parts, on_gpu=on_gpu))
+    return max(estimates, key=lambda estimate: estimate.total)
+
+
+def _encoders_on(node: Node, config: RunConfig, pool: PoolConfig, workers: int, num_cpus: float) -> int:
+    """Return the most encoders of a pool that Ray may place on a node beside its workers."""
+    num_workers = max(config.workers_of(stage) for stage in config.stages)
+    cpus = config.cpus_per_worker or (1.0 if num_cpus >= num_workers else 0.0)
+    most = min(pool.actors, int((node.num_cpus - workers * cpus) / pool.cpus_per_actor + 1e-6))
+    if pool.gpus_per_actor:
+        most = min(most, int((node.num_gpus - workers * config.gpu) / pool.gpus_per_actor + 1e-6))
+    return max(0, most)
 
 
 def _rows_of_sides(config: RunConfig, stage: Stage, negatives_per_pair: float) -> list[float]:

@@ -22,8 +22,8 @@ from raycl.data.sources import Source
 from raycl.data.split import Holdout
 from raycl.display import EvaluationResult
 from raycl.errors import ConfigError, DataError
+from raycl.evaluation.embed import BASELINE_SIZE, are_gray, raw_pixels
 from raycl.evaluation.knn import knn_accuracy
-from raycl.evaluation.raw_pixels import BASELINE_SIZE, are_gray, raw_pixels
 from raycl.gpus import available_cores
 from raycl.inference.embed import columns_for, embedded_tables, formats_of, representations, row_bytes
 from raycl.inference.encoder import read_encoders

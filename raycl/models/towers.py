@@ -1,5 +1,6 @@
-"""Towers: an encoder with its projection head, which only the loss uses, for one side or for both."""
+"""Towers: an encoder with its projection head, which only the loss uses, for one side or for both; a learned temperature."""
 
+import math
 from typing import Literal, final
 
 import torch
@@ -7,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raycl.errors import ConfigError
+from raycl.loss_specs import MIN_TEMPERATURE
 from raycl.models.whitening import Whitening
 
 
@@ -111,3 +113,30 @@ def build_projection_head(
         in_dim = width
     last = [nn.BatchNorm1d(dim)] if batchnorm == "all" else []
     return nn.Sequential(*layers, nn.Linear(in_dim, dim, bias=not last), *last)
+
+
+@final
+class LearnedTemperature(nn.Module):
+    """A temperature with a learned logarithm, at least 0.01, as CLIP clips its scale at 100 (Radford et al., 2021).
+
+    ``bias`` is where the bias of the logits begins, if the loss learns one (SigLIP: Zhai et al., 2023).
+    Raises ``ConfigError`` for a smaller start.
+    """
+
+    def __init__(self, start: float, *, bias: float | None = None) -> None:
+        super().__init__()
+        if start < MIN_TEMPERATURE:
+            raise ConfigError(
+                f"a learned temperature is at least {MIN_TEMPERATURE}, came {start}; start there"
+            )
+        self.log_temperature = nn.Parameter(torch.tensor(math.log(start)))
+        self.bias = None if bias is None else nn.Parameter(torch.tensor(bias))
+
+    def forward(self) -> Tensor:
+        """Return the temperature, a scalar with gradient."""
+        return self.log_temperature.exp()
+
+    @torch.no_grad()
+    def clamp_(self) -> None:
+        """Clamp the temperature to the minimum; call it after the step, so that it cuts no gradient."""
+        self.log_temperature.clamp_(min=math.log(MIN_TEMPERATURE))

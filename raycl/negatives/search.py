@@ -72,6 +72,11 @@ def written(rows: Negatives) -> Negatives:
     return rows if is_written.all() else rows[is_written]
 
 
+def norms(rows: np.ndarray) -> np.ndarray:
+    """Return the norm of each row [n, dim], float32 [n]."""
+    return np.linalg.norm(rows.astype(np.float32), axis=1)
+
+
 def why_missing(sample_ids: Sequence[int], spec: BankSpec) -> str:
     """Return in one line that a bank has no row of these samples, and what to ask instead."""
     named = ", ".join(map(str, sample_ids[:5]))

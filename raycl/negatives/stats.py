@@ -9,7 +9,7 @@ from typing import NamedTuple, final
 import numpy as np
 
 from raycl.display import Displayable, Table, format_bytes
-from raycl.negatives.search import written
+from raycl.negatives.search import norms, written
 from raycl.negatives.spec import BankSpec
 from raycl.negatives.store import Negatives
 
@@ -29,10 +29,10 @@ def row_stats(rows: Negatives) -> RowStats:
     """Count the written rows by step, and measure their norms."""
     rows = written(rows)
     steps, num_rows = np.unique(rows.step, return_counts=True)
-    norms = np.linalg.norm(rows.rows.astype(np.float32), axis=1)
-    norm_min, norm_max = float(norms.min(initial=np.inf)), float(norms.max(initial=0))
+    lengths = norms(rows.rows)
+    norm_min, norm_max = float(lengths.min(initial=np.inf)), float(lengths.max(initial=0))
     counts = dict(zip(steps.tolist(), num_rows.tolist(), strict=True))
-    return RowStats(counts, float(norms.sum()), norm_min, norm_max)
+    return RowStats(counts, float(lengths.sum()), norm_min, norm_max)
 
 
 class ShardInfo(NamedTuple):

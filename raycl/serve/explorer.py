@@ -1,25 +1,27 @@
-"""The explorer's answers to the calls of its API."""
+"""The explorer's answers to the calls of its API, whose queries are read up to a limit."""
 
 import io
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from email import message_from_string
+from email.message import Message
 from typing import Annotated, Any, Generic, Literal, TypeVar, final
 
 import numpy as np
-from fastapi import Path, Query, Request
+from fastapi import HTTPException, Path, Query, Request
+from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 
 from raycl.errors import ConfigError, DataError, RayclError, RunError, StorageError
 from raycl.negatives.bank import Bank
 from raycl.negatives.saved_bank import SavedBank
-from raycl.negatives.search import Neighbors, why_missing
+from raycl.negatives.search import Neighbors, norms, why_missing
 from raycl.negatives.stats import BankStats
 from raycl.records import METRICS, last_checkpoint
 from raycl.report.history import Series, read_history
 from raycl.serve import schemas
-from raycl.serve.requests import read_query
 from raycl.serve.sample_viewer import SampleViewer, UnknownSampleError
 from raycl.storage import Place, absolute
 
@@ -29,6 +31,9 @@ _BOUND = 2**63
 _PAUSE_FACTOR, _MAX_PAUSE_S = 20.0, 60.0
 _CURVES, _MAX_POINTS = ("loss", "knn_top1", "recall_at_10", "recall_at_1"), 240
 _DRAWS_PER_SAMPLE = 4
+MAX_BYTES = 10_000_000  # of a query
+_MAX_FORM_BYTES = 16_384  # of a form around its file
+_FIELD = "image"
 
 SampleId = Annotated[int, Path(alias="id", ge=-_BOUND, le=_BOUND - 1, description="Id of a sample.")]
 QueryId = Annotated[int, Query(alias="id", ge=-_BOUND, le=_BOUND - 1, description="Id of a sample.")]
@@ -250,7 +255,7 @@ class Explorer:
             raise UnknownSampleError(why_missing([sample_id], self.bank.ask(lambda bank: bank.spec)))
         self.num_answered += 1
         newest = found.newest_step
-        by_step = sorted(zip(found.step.tolist(), _norms(found.rows), strict=True), reverse=True)
+        by_step = sorted(zip(found.step.tolist(), norms(found.rows).tolist(), strict=True), reverse=True)
         rows = [
             schemas.Row(
                 step=step if step >= 0 else None,
@@ -282,7 +287,7 @@ class Explorer:
         self.num_answered += 1
         held = self.bank.ask(lambda bank: bank.get(np.unique(found.sample_id)))
         names = zip(held.sample_id.tolist(), held.step.tolist(), strict=True)
-        norms = dict(zip(names, _norms(held.rows), strict=True))
+        norm_of = dict(zip(names, norms(held.rows).tolist(), strict=True))
         columns = found.sample_id.tolist(), found.similarity.tolist(), found.step.tolist()
         neighbors = [
             schemas.Neighbor(
@@ -290,7 +295,7 @@ class Explorer:
                 similarity=similarity,
                 step=step,
                 age=found.newest_step - step,
-                norm=norms.get((sample_id, step)),
+                norm=norm_of.get((sample_id, step)),
             )
             for sample_id, similarity, step in zip(*columns, strict=True)
         ]
@@ -306,9 +311,53 @@ class Explorer:
             raise UnknownSampleError(str(error)) from error
 
 
+async def read_query(request: Request) -> tuple[Literal["image"], bytes] | tuple[Literal["text"], str]:
+    """Return the image of a form, or the text of a JSON object.
+
+    Raises ``HTTPException``: 413 for more than 10 MB, 422 for invalid content, 400 for another type.
+    """
+    header = Message()
+    header["Content-Type"] = request.headers.get("content-type", "")
+    kind = header.get_content_type()
+    if kind == "multipart/form-data":
+        image = _field(await _read(request), str(header.get_param("boundary", "")))
+        if len(image) > MAX_BYTES:
+            raise _too_large()
+        return "image", image
+    if kind == "application/json":
+        try:
+            return "text", schemas.TextQuery.model_validate_json(await _read(request)).text
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
+            raise HTTPException(422, f'the JSON is not a query: {reason}; send {{"text": "..."}}') from None
+    raise HTTPException(
+        400, f"{kind} is not a query; send a form with the file `{_FIELD}`, or JSON with `text`"
+    )
+
+
+async def _read(request: Request) -> bytes:
+    content = bytearray()
+    async for part in request.stream():
+        content += part
+        if len(content) > MAX_BYTES + _MAX_FORM_BYTES:
+            raise _too_large()
+    return bytes(content)
+
+
+def _too_large() -> HTTPException:
+    return HTTPException(413, f"the query has more than {MAX_BYTES // 10**6} MB; send a smaller one")
+
+
+def _field(content: bytes, boundary: str) -> bytes:
+    """Return the image field of a form (RFC 7578): FastAPI's form parser does not come with Ray Serve."""
+    if boundary:
+        for part in (b"\r\n" + content).split(b"\r\n--" + boundary.encode("latin-1", "replace"))[1:]:
+            head, found, value = part.partition(b"\r\n\r\n")
+            header = message_from_string(head.decode("utf-8", "replace").removeprefix("\r\n"))
+            if found and header.get_param("name", header="content-disposition") == _FIELD:
+                return value
+    raise HTTPException(422, f"the form has no file named `{_FIELD}`; send one under this name")
+
+
 def _or_none(newest_step: int) -> int | None:
     return newest_step if newest_step >= 0 else None
-
-
-def _norms(rows: np.ndarray) -> list[float]:
-    return np.linalg.norm(rows.astype(np.float32), axis=1).tolist()

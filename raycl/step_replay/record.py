@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+from raycl.arguments import listed
 from raycl.config import RunConfig
 from raycl.config.overrides import config_from_yaml
 from raycl.errors import ConfigError, DataError
@@ -78,7 +79,7 @@ def read_record(run: str, *, data: Sequence[str] = ()) -> RecordedRun:
     return RecordedRun(
         output=output,
         config=config,
-        data=tuple(data or _listed(described.get("data"))),
+        data=tuple(data or listed(described.get("data"))),
         num_rows=described["num_rows"],
         streamed=bool(described.get("streamed")),
         has_address=bool(described.get("data")),
@@ -137,7 +138,3 @@ def _without_undone(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             kept = [each for each in kept if each["step"] <= line["step"]]
         kept.append(line)
     return kept
-
-
-def _listed(data: object) -> list[str]:
-    return [data] if isinstance(data, str) else list(data) if isinstance(data, list) else []

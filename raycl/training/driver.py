@@ -43,11 +43,11 @@ from raycl.training.controller import (
     Stopped,
     remove_leaked_placement_groups,
 )
-from raycl.training.encoder_pool import EncoderPool
+from raycl.training.encoder_pool import EncoderPool, start_pool
 from raycl.training.job import Failure, Job
 from raycl.training.key_encoders import KeyEncoder
 from raycl.training.loop import run_worker
-from raycl.training.pools import check_pools, open_pool, pools_of
+from raycl.training.pools import check_pools, pools_of
 from raycl.training.process import environment
 from raycl.training.standby import importing
 
@@ -219,9 +219,10 @@ def _open_pool(job: Job) -> Iterator[EncoderPool | None]:
     if not config.uses_key_pool:
         yield None
         return
+    settings, coordinator = config.momentum_encoder, job.coordinator
     build = partial(KeyEncoder, config, job.vocabulary, job.network)
-    actors = encoders_that_fit(config, config.momentum_encoder, streamed=job.stream is not None)
-    with open_pool(config.momentum_encoder, build, job.coordinator, actors=actors) as pool:
+    actors = encoders_that_fit(config, settings, streamed=job.stream is not None)
+    with start_pool(build, settings, lambda text: coordinator.add_notice.remote(text), actors=actors) as pool:
         yield pool
 
 

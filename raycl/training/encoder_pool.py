@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, final
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
 
 import numpy as np
 import ray
@@ -19,6 +19,9 @@ from numpy.typing import NDArray
 from ray.exceptions import ObjectLostError, OwnerDiedError, RayError, RayTaskError
 
 from raycl.ray_runtime import cause_of, helper_actor, kill_actors, without_stderr
+
+if TYPE_CHECKING:  # the pool's own process needs no pydantic
+    from raycl.config.schema import PoolConfig
 
 # An encoder without an answer counts as lost after this time, or a multiple of the longest answer so far; Ray
 # notices dead nodes earlier.
@@ -88,9 +91,7 @@ class ActorLauncher:
     def needs(self) -> str:
         """Return the resources and the labels in these options."""
         amounts = {"CPUs": self.options["num_cpus"], "GPUs": self.options["num_gpus"]}
-        needs = [
-            f"{amount:g} {name}" for name, amount in (amounts | self.options["resources"]).items() if amount
-        ]
+        needs = [f"{amount:g} {name}" for name, amount in amounts.items() if amount]
         labels = [f"{name}={value}" for name, value in self.options["label_selector"].items()]
         return " and ".join(needs) + (f" on a node labeled {', '.join(labels)}" if labels else " on one node")
 
@@ -406,30 +407,27 @@ class EncoderPool:
 @contextlib.contextmanager
 def start_pool(
     build: Callable[[], RowEncoder],
+    pool: "PoolConfig",
+    report: Callable[[str], object],
     *,
-    least: int,
-    most: int,
-    resources: Mapping[str, float],
-    labels: Mapping[str, str] | None = None,
-    report: Callable[[str], object] = lambda _: None,
+    actors: tuple[int, int],
 ) -> Iterator[EncoderPool]:
-    """Start a pool of ``least`` to ``most`` actors, each with these resources and on nodes with these labels.
+    """Start a pool with the fewest and the most ``actors``, each with the resources and on a node of the settings.
 
     ``build`` makes the encoder in its actor, and ``report`` is called in the pool's own process. The pool and its
     actors end with the context, or with the driver.
     """
     options: dict[str, Any] = {
-        "num_cpus": resources.get("CPU", 0.0),
-        "num_gpus": resources.get("GPU", 0.0),
-        "resources": {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")},
-        "label_selector": dict(labels or {}),
+        "num_cpus": pool.cpus_per_actor,
+        "num_gpus": pool.gpus_per_actor,
+        "label_selector": pool.labels,
     }
     # A worker sends several requests ahead: beyond 1,000 waiting ones, Ray would keep weights and releases waiting too.
     pool_actor = helper_actor(PoolActor, max_restarts=-1, max_concurrency=_MAX_REQUESTS)
     launcher = ActorLauncher(options)
     # Ray's core prints that arguments with references must live: they do, as long as this driver.
     with without_stderr():
-        actor = pool_actor.remote(launcher, least, most, report)
+        actor = pool_actor.remote(launcher, *actors, report)
     try:
         yield EncoderPool(actor, ray.put(build))
     finally:

@@ -32,9 +32,8 @@ from raycl.embedding_snapshot import (
     write_snapshot,
 )
 from raycl.errors import DataError
-from raycl.evaluation.embed import embed
+from raycl.evaluation.embed import BASELINE_SIZE, are_gray, embed, raw_pixels
 from raycl.evaluation.knn import knn_predict
-from raycl.evaluation.raw_pixels import BASELINE_SIZE, are_gray, raw_pixels
 from raycl.evaluation.search import Ranking, num_texts, of_documents, search
 from raycl.models.towers import Tower, Towers, TwoTowers
 from raycl.records import NOT_EVALUATED

@@ -24,9 +24,8 @@ from raycl.records import READ_ROWS
 from raycl.storage import Place
 from raycl.tokenization import Tokenizer, Vocabulary
 from raycl.training.coordinator import rows_in
-from raycl.training.corpus import Built, corpus_of_run
+from raycl.training.corpus import Built, corpus_of_bytes, corpus_of_run
 from raycl.training.encoder_pool import EncoderPool
-from raycl.training.growing_corpus import corpus_of_bytes
 from raycl.training.mined import MinedNegatives
 from raycl.training.transforms import build_formats
 

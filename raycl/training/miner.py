@@ -32,9 +32,8 @@ from raycl.models.towers import Tower, TwoTowers
 from raycl.negatives.bank import Bank
 from raycl.negatives.search import Neighbors
 from raycl.tokenization import Vocabulary
-from raycl.training.corpus import Corpus, Images
+from raycl.training.corpus import Corpus, GrowingCorpus, Images
 from raycl.training.encoder_pool import Encoded, EncoderPool, Request, Weights
-from raycl.training.growing_corpus import GrowingCorpus
 from raycl.training.mined import MinedTable
 from raycl.training.pools import prepare_encoder
 from raycl.training.transforms import ImageTransform

@@ -20,13 +20,11 @@ from raycl.distributed import all_sum, rank
 from raycl.models.towers import Towers
 from raycl.negatives.bank import Bank
 from raycl.ray_runtime import helper_actor, kill_actors, without_stderr
-from raycl.training.corpus import Corpus, corpus_of_run
-from raycl.training.encoder_pool import EncoderPool
-from raycl.training.growing_corpus import GrowingCorpus, table_of_bytes, unknown
+from raycl.training.corpus import Corpus, GrowingCorpus, corpus_of_run, table_of_bytes, unknown
+from raycl.training.encoder_pool import EncoderPool, start_pool
 from raycl.training.job import Job
 from raycl.training.mined import MinedNegatives, MinedTable
 from raycl.training.miner import CorpusEncoder, CorpusUpdate, Miner, MinerUpdate
-from raycl.training.pools import open_pool
 
 _ASK_EVERY_S = 0.5
 _SHARED_BYTES = 64 * 2**20
@@ -69,7 +67,7 @@ def start_miner(
     mined, coordinator = job.config.negatives.mined, job.coordinator
     assert job.vocabulary is not None, "documents are texts, which have a vocabulary"
     build = partial(CorpusEncoder, job.config, job.vocabulary, job.network)
-    with open_pool(mined, build, coordinator, actors=actors) as pool:
+    with start_pool(build, mined, lambda text: coordinator.add_notice.remote(text), actors=actors) as pool:
         actor = helper_actor(Miner, max_restarts=-1)
         stream = None if job.stream is None else GrowingCorpus(*job.stream_corpus())
         # Ray's core prints that arguments with references must live: they do, as long as this driver.

@@ -1,7 +1,5 @@
 """The pools of encoders of a run: their settings, and whether they fit beside the workers."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import ray
@@ -11,7 +9,6 @@ from raycl.config import RunConfig
 from raycl.config.schema import PoolConfig
 from raycl.errors import ConfigError
 from raycl.gpus import available_cores
-from raycl.training.encoder_pool import EncoderPool, RowEncoder, start_pool
 from raycl.training.process import prepare_device, prepare_process
 
 
@@ -25,21 +22,6 @@ def pools_of(config: RunConfig) -> dict[str, PoolConfig]:
     return pools
 
 
-def open_pool(
-    pool: PoolConfig, build: Callable[[], RowEncoder], coordinator: Any, *, actors: tuple[int, int]
-) -> AbstractContextManager[EncoderPool]:
-    """Start a pool with the fewest and the most ``actors``, as ``start_pool`` does, which reports to the coordinator."""
-    least, most = actors
-    return start_pool(
-        build,
-        least=least,
-        most=most,
-        resources={"CPU": pool.cpus_per_actor, "GPU": pool.gpus_per_actor},
-        labels=label_of(pool),
-        report=lambda text: coordinator.add_notice.remote(text),
-    )
-
-
 def prepare_encoder(config: RunConfig, pool: PoolConfig) -> tuple[RunConfig, torch.device]:
     """Set up the process of an encoder of this pool; return the configuration for its device, its GPU if it has one."""
     prepare_process(min(available_cores(), max(1, int(pool.cpus_per_actor))))
@@ -50,15 +32,9 @@ def prepare_encoder(config: RunConfig, pool: PoolConfig) -> tuple[RunConfig, tor
     return prepare_device(config, device), device
 
 
-def label_of(pool: PoolConfig) -> dict[str, str]:
-    """Return the Ray label of the nodes for a pool; empty for any node."""
-    name, _, value = (pool.node_label or "").partition("=")
-    return {name: value} if name else {}
-
-
 def nodes_for(pool: PoolConfig) -> list[dict[str, Any]]:
     """Return the living nodes that have the label of a pool."""
-    label = label_of(pool).items()
+    label = pool.labels.items()
     return [node for node in ray.nodes() if node["Alive"] and label <= node["Labels"].items()]
 
 

@@ -21,13 +21,11 @@ from raycl.gradient_cache import checkpoint_activations, embed_in_chunks
 from raycl.loss_specs import LOSSES
 from raycl.losses import NormalizingConstant
 from raycl.losses.logq import Frequencies
-from raycl.losses.matryoshka import Matryoshka
-from raycl.losses.objective import Objective, ViewPair, build_objective, pair_views
+from raycl.losses.objective import Matryoshka, Objective, ViewPair, build_objective, pair_views
 from raycl.models.blocks import learning_rate_scales, residual_blocks
 from raycl.models.build import build_prediction_head
 from raycl.models.momentum import MomentumEncoder
-from raycl.models.temperature import LearnedTemperature
-from raycl.models.towers import Tower, Towers, TwoTowers
+from raycl.models.towers import LearnedTemperature, Tower, Towers, TwoTowers
 from raycl.optim import build_optimizer, clip_gradient, take_step
 from raycl.training.views import TakeKeys, Views, stacked
 

@@ -9,8 +9,7 @@ import pytest
 from PIL import Image
 
 from raycl.config.overrides import override
-from raycl.demo.digits import NUM_TEST, write_digits
-from raycl.demo.plan import plan_demo
+from raycl.demo.digits import NUM_TEST, plan_demo, write_digits
 from raycl.demo.run import run_demo
 from raycl.errors import ConfigError
 from raycl.storage import Place

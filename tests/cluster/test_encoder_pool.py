@@ -8,6 +8,7 @@ import pytest
 import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 
+from raycl.config.schema import PoolConfig
 from raycl.training.controller import RayTrainer
 from raycl.training.encoder_pool import start_pool
 from tests.cluster.actors import Scaling
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 def test_a_pool_loads_new_weights_replaces_a_killed_encoder_and_ends_with_its_context() -> None:
     rows = np.arange(20_000.0)[:, None]
-    with start_pool(Scaling, least=2, most=2, resources={"CPU": 0.1}) as pool:
+    with start_pool(Scaling, PoolConfig(cpus_per_actor=0.1), print, actors=(2, 2)) as pool:
         attempt = pool.begin()
         ray.get(pool.publish({"weight": np.array([3.0])}, step=4, attempt=attempt))
         wait_until(lambda: ray.get(pool.actor.num_encoders.remote()) == 2)
@@ -40,7 +41,7 @@ def test_a_pool_loads_new_weights_replaces_a_killed_encoder_and_ends_with_its_co
 
 
 def test_a_pool_is_released_while_thousands_of_requests_wait_for_its_encoder() -> None:
-    with start_pool(Scaling, least=1, most=1, resources={"CPU": 0.1}) as pool:
+    with start_pool(Scaling, PoolConfig(cpus_per_actor=0.1), print, actors=(1, 1)) as pool:
         attempt = pool.begin()
         ray.get(pool.publish({"weight": np.array([3.0])}, step=4, attempt=attempt))
         wait_until(lambda: ray.get(pool.actor.num_encoders.remote()) == 1)
@@ -53,7 +54,7 @@ def test_a_group_of_workers_starts_on_the_cpus_of_a_pool_that_holds_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")
-    with start_pool(Scaling, least=2, most=2, resources={"CPU": 1.5}) as pool:
+    with start_pool(Scaling, PoolConfig(cpus_per_actor=1.5), print, actors=(2, 2)) as pool:
         attempt = pool.begin()
         ray.get(pool.publish({"weight": np.array([3.0])}, step=4, attempt=attempt))
         wait_until(lambda: ray.get(pool.actor.num_encoders.remote()) == 2)

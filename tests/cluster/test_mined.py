@@ -19,8 +19,7 @@ from raycl.models.build import load_tokenizer
 from raycl.negatives.bank import connect_bank
 from raycl.records import CHECKPOINTS, read_metrics
 from raycl.storage import Place
-from raycl.training.corpus import build_corpus
-from raycl.training.growing_corpus import table_of_bytes
+from raycl.training.corpus import build_corpus, table_of_bytes
 from tests.cluster.faults import kill_process, wait_until
 from tests.images import digit_files
 from tests.pairs import rows_of, write_pairs

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from raycl.batchnorm.base import count_batch, track
-from raycl.batchnorm.kernels import Moments, local_moments, merge, moments_of_batch
+from raycl.batchnorm.kernels import Moments, count_batch, local_moments, merge, moments_of_batch, track
 from raycl.batchnorm.synchronized import SYNCHRONIZED
 from raycl.distributed import all_sum, gather_detached
 from raycl.errors import ConfigError

@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.fx import Graph, Node
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from raycl.batchnorm.base import PLAIN, refuse_other_kinds
+from raycl.batchnorm.kernels import PLAIN, refuse_other_kinds
 from raycl.batchnorm.synchronized import SynchronizedBatchNorm
 from raycl.errors import ConfigError, one_line
 
