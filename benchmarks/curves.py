@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from claims.results import attempts
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from measuring import make_parser
@@ -28,23 +29,18 @@ PANELS = {
 
 def draw(axes: Axes, lines: Sequence[dict[str, Any]], key: str, **style: Any) -> None:
     """Draw one metric of one run; a rollback starts another line, and a collapse marks its last value."""
-    x: list[float] = []
-    y: list[float] = []
-    attempts = [(x, y)]
-    for line in lines:
-        if line.get("event") == "rollback":
-            x, y = [], []
-            attempts.append((x, y))
-        elif line.get("event") == "collapse" and x:
-            axes.plot(x[-1:], y[-1:], "x", color=style["color"], ms=9)
-        elif key in line:
-            x.append(line["samples"] / 1e3)
-            y.append(line[key])
     marked: dict[str, Any] = {"lw": 1.2, "ms": 3.5, "marker": "o" if key == "knn_top1" else ""}
-    for number, attempt in enumerate(attempts):
-        label = None if number else style["label"]
-        how: dict[str, Any] = marked | style | {"label": label}
-        axes.plot(*attempt, **how)
+    for number, attempt in enumerate(attempts(lines)):
+        x: list[float] = []
+        y: list[float] = []
+        for line in attempt:
+            if line.get("event") == "collapse" and x:
+                axes.plot(x[-1:], y[-1:], "x", color=style["color"], ms=9)
+            elif key in line:
+                x.append(line["samples"] / 1e3)
+                y.append(line[key])
+        how: dict[str, Any] = marked | style | ({"label": None} if number else {})
+        axes.plot(x, y, **how)
     for before, after in itertools.pairwise(line for line in lines if "loss" in line):
         if after["stage"] > before["stage"]:
             axes.axvline(before["samples"] / 1e3, color=style["color"], lw=0.7, ls="--", alpha=0.6)

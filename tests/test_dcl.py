@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from raycl.loss_specs import LOSSES
 from raycl.losses import dcl
 from raycl.losses.dcl import Dcl
-from raycl.losses.objective import StoreBatch
 from tests.embeddings import make_views
 from tests.gradients import assert_close, leaves, value_and_gradients
 from tests.plain_losses import plain_dcl
@@ -42,20 +41,6 @@ def test_a_batch_of_one_sample_has_no_negatives_and_a_finite_gradient() -> None:
     value = dcl(*views, temperature=0.1, sample_id=torch.zeros(4, dtype=torch.int64))
     positives = -(views[0] * views[1]).sum(1).mean() / 0.1
     assert_close(value_and_gradients(value, views), value_and_gradients(positives, views), 1e-12)
-
-
-def test_invalid_rows_give_a_loss_that_is_not_finite() -> None:
-    view_a, view_b = make_views(9, 4)
-    view_b[3, 1] = torch.nan
-    assert not dcl(view_a, view_b, temperature=0.1).isfinite()
-
-
-@pytest.mark.parametrize("objective", [Dcl(temperature=0.1), Dcl(temperature=0.1, sigma=0.5)])
-def test_equal_embeddings_have_the_collapsed_loss(objective: Dcl) -> None:
-    rows = torch.ones(16, 4) / 2
-    expected = objective.collapsed_loss(batch_size=16, stored=StoreBatch())
-    found = dcl(rows, rows, temperature=0.1, sigma=objective.sigma)
-    assert found.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_dclw_is_dcl_with_the_sigma_of_the_paper() -> None:

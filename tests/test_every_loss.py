@@ -12,7 +12,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raycl.errors import ConfigError
-from raycl.losses import NormalizingConstant, clip, hinge, info_nce, nt_xent, siglip, tiled
+from raycl.losses import (
+    NormalizingConstant,
+    clip,
+    dcl,
+    gcl,
+    hinge,
+    info_nce,
+    nce,
+    noise_mass,
+    nt_xent,
+    poly_view,
+    siglip,
+    supcon,
+    tiled,
+)
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.info_nce import ring_info_nce
 from raycl.losses.objective import StoreBatch, build_objective
@@ -24,10 +38,29 @@ from tests.tiles import MetricsLogger
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 Loss = partial[Tensor]  # with its settings
+
+
+def middle(rows: Tensor) -> slice:
+    """Return the rows of a worker: the middle half of the batch."""
+    return slice(len(rows) // 4, 3 * len(rows) // 4)
+
+
+def worker_clip(query: Tensor, key: Tensor, **arguments: Any) -> Tensor:
+    """Return the loss of one worker of several."""
+    own = middle(query)
+    arguments |= {"gathered_query": query, "gathered_key": key, "offset": own.start}
+    return clip(query[own], key[own], **arguments)
+
+
+def plain_worker_clip(query: Tensor, *others: Tensor) -> Tensor:
+    return plain_bidirectional(query, *others, own=middle(query))
+
+
 PLAIN: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
     nt_xent: plain_nt_xent,
     info_nce: plain_info_nce,
     clip: plain_bidirectional,
+    worker_clip: plain_worker_clip,
     hinge: plain_hinge,
 }
 
@@ -204,12 +237,20 @@ def test_a_half_precision_queue_is_never_copied_in_full(loss: Loss, dim: int) ->
     assert 0 < recorder.largest <= 20_000 * dim // 2  # as many floats as the queue itself has bytes / 4
 
 
+def gathered_nt_xent(view_a: Tensor, view_b: Tensor, *, temperature: float) -> Tensor:
+    """Return NT-Xent of one worker with gathered rows."""
+    return nt_xent(view_a, view_b, temperature=temperature, gathered_a=view_a, gathered_b=view_b)
+
+
 @pytest.mark.parametrize("has_onednn", (True, False))
 @pytest.mark.parametrize(
     "loss",
     [
-        *(partial(info_nce, temperature=degrees) for degrees in (0.1, 0.01)),
-        *(partial(clip, temperature=degrees) for degrees in (0.1, 0.01)),
+        *(
+            partial(loss, temperature=degrees)
+            for loss in (nt_xent, gathered_nt_xent, info_nce, clip)
+            for degrees in (0.1, 0.01)
+        ),
         *hinges(0.3),
     ],
     ids=name_of,
@@ -217,11 +258,13 @@ def test_a_half_precision_queue_is_never_copied_in_full(loss: Loss, dim: int) ->
 def test_autocast_does_not_reduce_the_precision(
     loss: Loss, has_onednn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Without oneDNN the products use F.linear, which autocast would run in lower precision.
     monkeypatch.setattr(tiled, "_HAS_ONEDNN", has_onednn and tiled._HAS_ONEDNN)
-    inputs, queue = leaves(*make_views(70, 6)), make_rows(90, 6)
-    without = loss(*inputs, negatives=queue)
+    inputs = leaves(*make_views(70, 6))
+    queue = {} if "nt_xent" in loss.func.__name__ else {"negatives": make_rows(90, 6)}
+    without = loss(*inputs, **queue)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        within = loss(*inputs, negatives=queue)
+        within = loss(*inputs, **queue)
     assert within.dtype == torch.float32
     assert_close(value_and_gradients(within, inputs), value_and_gradients(without, inputs), 1e-6)
 
@@ -261,6 +304,47 @@ def test_no_weight_is_a_subnormal_number(loss: Callable[..., Tensor]) -> None:
     assert sum(seen) == 0
 
 
+def compare_with_plain(loss: Loss, *inputs: Tensor, temperature: float) -> Tensor:
+    """Compare the value and the gradients of queries, keys, temperature and negatives; return the value."""
+    query, key, negatives, degrees = single = leaves(*inputs, torch.tensor(temperature))
+    exact = leaves(*single, dtype=torch.float64)
+    true = plain(loss)(*exact[:2], exact[3], exact[2])
+    ours = loss(query, key, temperature=degrees, negatives=negatives)
+    floor = 1e-15 / temperature**2  # of the plain formula, whose terms cancel
+    expected = value_and_gradients(true, exact)
+    assert_close(value_and_gradients(ours, single), expected, tolerance_at(temperature), floor)
+    return true
+
+
+WITH_QUEUE = [partial(info_nce, in_batch=False), partial(clip), partial(worker_clip)]
+
+
+@pytest.mark.parametrize("temperature", (1.0, 0.2, 0.07, 0.03, 0.01, 0.005))
+@pytest.mark.parametrize("loss", WITH_QUEUE, ids=name_of)
+def test_unrelated_rows_do_not_overflow_or_underflow(loss: Loss, temperature: float) -> None:
+    """The largest similarity is far below 1, so exp((similarity - 1) / 0.005) is zero."""
+    inputs = *make_views(40, 128, noise=100.0), make_rows(1500, 128)
+    assert compare_with_plain(loss, *inputs, temperature=temperature).isfinite()
+
+
+@pytest.mark.parametrize("loss", WITH_QUEUE, ids=name_of)
+def test_a_candidate_with_a_new_maximum_is_weighted_correctly(loss: Loss) -> None:
+    """At a low temperature the shift must track the largest logit, here from piece to piece."""
+    query, key = make_views(1100, 8, noise=100.0)
+    nearer = F.normalize(torch.linspace(0.0, 1.0, 1100)[:, None] * query[0] + 0.1 * key, dim=1)
+    for keys in (nearer, nearer.flip(0)):
+        compare_with_plain(loss, query, keys, keys, temperature=0.01)
+        compare_with_plain(loss, keys, query, keys, temperature=0.01)
+
+
+@pytest.mark.parametrize("temperature", (0.1, 0.05))
+@pytest.mark.parametrize("loss", WITH_QUEUE, ids=name_of)
+def test_a_loss_near_zero_is_not_rounded_away(loss: Loss, temperature: float) -> None:
+    key = torch.eye(40)
+    value = compare_with_plain(loss, key[:30], key[:30], key[30:] + 1e-3, temperature=temperature)
+    assert 0 < value < 1e-2
+
+
 # Candidates
 
 TEMPERATURE = {"temperature": 0.1}
@@ -270,6 +354,37 @@ ALL = [
     *(partial(hinge, margin=0.3, **ways) for ways in WAYS),
 ]
 WITH_NEGATIVES = [loss for loss in ALL if loss.func is not nt_xent]
+
+
+def labeled_supcon(view_a: Tensor, view_b: Tensor) -> Tensor:
+    """Return SupCon of ten classes."""
+    return supcon(view_a, view_b, torch.arange(len(view_a)) % 10, temperature=0.1)
+
+
+def three_views(view_a: Tensor, view_b: Tensor) -> Tensor:
+    """Return the loss of three views."""
+    return poly_view([view_a, view_a, view_b], temperature=0.1)
+
+
+def stored_gcl(view_a: Tensor, view_b: Tensor) -> Tensor:
+    """Return the global loss with stored partition functions."""
+    log = torch.zeros(len(view_a), 1)
+    return gcl(view_a, view_b, log_partition=log, temperature=0.1, momentum=0.5, num_samples=9000)[0]
+
+
+def nce_and_mass(query: Tensor, positive: Tensor) -> Tensor:
+    """Return noise-contrastive estimation, after the estimate of its constant."""
+    noise = make_rows(5000, 4)
+    noise_mass(query, noise, temperature=0.1)
+    return nce(query, positive.detach(), noise, num_samples=9, temperature=0.1, log_normalizer=9.0)
+
+
+OTHERS = [
+    partial(dcl, temperature=0.1),
+    partial(dcl, temperature=0.1, sigma=0.5),
+    partial(siglip, temperature=0.1, bias=-10.0),
+    *map(partial, (labeled_supcon, three_views, stored_gcl)),
+]
 
 
 def ids_of(loss: Loss, ids: Tensor) -> dict[str, Tensor]:
@@ -296,7 +411,7 @@ def test_an_empty_queue_changes_nothing(loss: Loss) -> None:
         assert_zero(value_and_gradients(alone, inputs))
 
 
-@pytest.mark.parametrize("loss", ALL, ids=name_of)
+@pytest.mark.parametrize("loss", [*ALL, *OTHERS], ids=name_of)
 @pytest.mark.parametrize("invalid", (torch.nan, torch.inf))
 @pytest.mark.parametrize("place", (0, 1, 2))
 def test_invalid_rows_give_a_loss_that_is_not_finite(place: int, invalid: float, loss: Loss) -> None:
@@ -321,6 +436,14 @@ def test_no_matrix_of_all_pairs_is_allocated(loss: Loss) -> None:
     with MetricsLogger() as of_a_worker:
         loss(*(rows[own] for rows in inputs), **gathered, offset=own.start).backward()
     assert 0 < of_a_worker.largest <= 256 * batch * (2 if loss.func is nt_xent else 1)
+
+
+@pytest.mark.parametrize("loss", [*OTHERS, partial(nce_and_mass)], ids=name_of)
+def test_memory_holds_only_one_tile(loss: Loss) -> None:
+    views = leaves(*make_views(2048, 4))
+    with MetricsLogger() as recorder:
+        loss(*views).backward()
+    assert 0 < recorder.largest <= 256 * 1024
 
 
 @pytest.mark.parametrize("loss", ALL, ids=name_of)
@@ -421,6 +544,9 @@ OUTSIDE = {"in_batch": False, "learns_keys": False}
         ("nt_xent", 0.0, {}, None),
         ("nt_xent", 0.3, {}, None),
         ("supcon", 0.0, {}, None),
+        ("dcl", 0.0, {}, None),
+        ("dclw", 0.0, {}, None),
+        ("nnclr", 0.0, {}, QUEUE),
         ("info_nce", 0.0, {}, None),
         ("info_nce", 0.0, {}, QUEUE),
         ("info_nce", 0.0, OUTSIDE, QUEUE),

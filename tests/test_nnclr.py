@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from raycl.config.overrides import override
 from raycl.errors import ConfigError
 from raycl.losses import nnclr, nt_xent
-from raycl.losses.example_ids import ExampleIds, mean_one
-from raycl.losses.nnclr import Nnclr, nearest_rows
-from raycl.losses.objective import StoreBatch
+from raycl.losses.example_ids import mean_one
+from raycl.losses.nnclr import nearest_rows
 from raycl.recipes import recipe
 from raycl.training.train_state import EmbedConfig
 from tests.embeddings import make_rows, make_views
@@ -109,14 +108,6 @@ def test_another_dimension_is_refused() -> None:
     rows = torch.eye(4)
     with pytest.raises(ConfigError, match=re.escape("the support set must be [rows, dim] with the dim")):
         nnclr(rows, rows, torch.eye(3), temperature=0.1)
-
-
-def test_equal_embeddings_have_the_collapsed_loss() -> None:
-    objective, ids = Nnclr(temperature=0.1), torch.arange(16)
-    stored = StoreBatch(negatives=torch.ones(40, 4) / 2)
-    rows = torch.ones(16, 4) / 2
-    found = objective(rows, rows, stored, ExampleIds(query=ids, key=ids)).item()
-    assert found == pytest.approx(objective.collapsed_loss(batch_size=16, stored=stored))
 
 
 LOCAL = {"batchnorm": "local", "stages.0.batch_size": 64}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raycl.errors import ConfigError
-from raycl.losses import nt_xent, tiled
+from raycl.losses import nt_xent
 from tests.embeddings import make_views
 from tests.gradients import assert_close, leaves, tolerance_at, value_and_gradients, wanting
 from tests.plain_losses import plain_nt_xent
@@ -100,23 +100,6 @@ def test_float64_rows_are_computed_in_float64() -> None:
     as_float = nt_xent(exact[0], exact[1], temperature=0.07)
     as_tensor = torch.tensor(0.07, dtype=torch.float64)
     assert_close([as_float], [plain_nt_xent(exact[0], exact[1], as_tensor)], 1e-14)
-
-
-@pytest.mark.parametrize("has_onednn", (True, False))
-@pytest.mark.parametrize("temperature", (0.1, 0.01))
-def test_autocast_does_not_lower_the_precision(
-    temperature: float, has_onednn: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Without oneDNN the products use F.linear, which autocast would run in lower precision.
-    monkeypatch.setattr(tiled, "_HAS_ONEDNN", has_onednn and tiled._HAS_ONEDNN)
-    views = leaves(*make_views(70, 6))
-    without = value_and_gradients(nt_xent(*views, temperature=temperature), views)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        alone = nt_xent(*views, temperature=temperature)
-        gathered = nt_xent(*views, temperature=temperature, gathered_a=views[0], gathered_b=views[1])
-    assert alone.dtype == gathered.dtype == torch.float32
-    assert_close(value_and_gradients(alone, views), without, 1e-6)
-    assert_close(value_and_gradients(gathered, views), without, tolerance_at(temperature))
 
 
 def test_each_worker_has_the_plain_loss_and_gradients_of_local_and_gathered_rows() -> None:

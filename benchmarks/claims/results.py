@@ -1,7 +1,7 @@
 """Results of a figure: one record per run, stored in its folder, and the curves of its metrics."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, final
 
@@ -63,16 +63,21 @@ class MetricCurve:
     values: Sequence[float]
 
 
+def attempts(lines: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Return the lines of a ``metrics.jsonl`` up to the first rollback, and after each one."""
+    found: list[list[dict[str, Any]]] = [[]]
+    for line in lines:
+        if line.get("event") == ROLLBACK:
+            found.append([])
+        else:
+            found[-1].append(line)
+    return found
+
+
 def read_curves(run: Place, outcome: Outcome) -> dict[str, list[MetricCurve]]:
     """Return curves by metric from a run's ``metrics.jsonl``, split at rollbacks."""
-    attempts: list[list[dict[str, Any]]] = [[]]
-    for line in read_metrics(run):
-        if line.get("event") == ROLLBACK:
-            attempts.append([])
-        else:
-            attempts[-1].append(line)
     found: dict[str, list[MetricCurve]] = {metric: [] for metric in METRICS}
-    for attempt, lines in enumerate(attempts):
+    for attempt, lines in enumerate(attempts(read_metrics(run))):
         for metric in METRICS:
             known = [line for line in lines if line.get(metric) is not None]
             if known:
