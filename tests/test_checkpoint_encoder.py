@@ -15,8 +15,8 @@ from raycl.cli.bank import _embed
 from raycl.config import RunConfig
 from raycl.config.overrides import config_to_yaml
 from raycl.errors import ConfigError, DataError, StorageError
-from raycl.inference import checkpoint_encoder as saved
-from raycl.inference.checkpoint_encoder import load_checkpoint_encoder
+from raycl.inference import encoder as saved
+from raycl.inference.encoder import load_checkpoint_encoder
 from raycl.models.build import build_towers
 from raycl.models.momentum import MomentumEncoder
 from raycl.recipes import recipe

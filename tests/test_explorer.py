@@ -872,7 +872,7 @@ def test_a_data_set_of_one_side_shows_its_column(recipe: str, role: str, tmp_pat
 def test_a_run_without_a_checkpoint_is_reported_before_its_encoder_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "raycl.inference.checkpoint_encoder", None)  # an import of it fails
+    monkeypatch.setitem(sys.modules, "raycl.inference.encoder", None)  # an import of it fails
     with pytest.raises(StorageError, match="has no checkpoint yet; repeat the command after its first"):
         QueryEncoder(str(tmp_path)).embed("text", "a text")
 

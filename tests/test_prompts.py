@@ -15,8 +15,8 @@ from torch import Tensor
 from raycl.config import RunConfig
 from raycl.config.overrides import config_to_yaml, override
 from raycl.errors import ConfigError
-from raycl.inference.checkpoint_encoder import load_checkpoint_encoder
 from raycl.inference.embed import embed_to_parquet, formats_of
+from raycl.inference.encoder import load_checkpoint_encoder
 from raycl.models.towers import Towers
 from raycl.recipes import recipe
 from raycl.tokenization import Tokenizer

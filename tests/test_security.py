@@ -28,8 +28,7 @@ from raycl.data.columns import ColumnNames
 from raycl.data.discovery import find_source
 from raycl.data.images import ImageFormat, InvalidImageError
 from raycl.errors import ConfigError, DataError, StorageError
-from raycl.inference.checkpoint_encoder import load_checkpoint_encoder
-from raycl.inference.encoder import load_encoder
+from raycl.inference.encoder import load_checkpoint_encoder, load_encoder
 from raycl.models.encoder_io import ImageEncoder, load_state, save_encoder
 from raycl.models.image import build_image_encoder
 from raycl.models.registry import TRUSTED, check_trusted

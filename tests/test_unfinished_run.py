@@ -12,8 +12,7 @@ import raycl
 from raycl.config import RunConfig
 from raycl.config.overrides import config_to_yaml
 from raycl.errors import ConfigError, RayclError, StorageError
-from raycl.inference.checkpoint_encoder import load_checkpoint_encoder
-from raycl.inference.encoder import read_encoders
+from raycl.inference.encoder import load_checkpoint_encoder, read_encoders
 from raycl.inference.preflight import check_inputs
 from raycl.models.build import build_encoder, build_towers, encoder_specs, save_towers
 from raycl.models.encoder_io import ImageEncoder

@@ -17,7 +17,7 @@ from raycl.errors import ConfigError, DataError, RunError
 if TYPE_CHECKING:
     import numpy as np
 
-    from raycl.inference.checkpoint_encoder import Asked
+    from raycl.inference.encoder import Asked
     from raycl.negatives.bank import Bank
     from raycl.negatives.search import Neighbors, SampleRows
     from raycl.negatives.spec import BankSpec
@@ -188,7 +188,7 @@ def _described(name: str, spec: "BankSpec | None") -> dict[str, Any]:
 
 
 def _embed(run: str, kind: "Asked", content: bytes | str) -> tuple["np.ndarray", str]:
-    from raycl.inference.checkpoint_encoder import load_checkpoint_encoder
+    from raycl.inference.encoder import load_checkpoint_encoder
 
     saved = load_checkpoint_encoder(run, asked=kind)
     return saved.embed(kind, content), saved.checkpoint

@@ -164,7 +164,7 @@ class QueryEncoder:
         with self._lock:
             checkpoint = last_checkpoint(Place(absolute(self._run)))
             # Importing torch costs seconds and memory, which queries by id and of a run without checkpoint need not pay.
-            from raycl.inference.checkpoint_encoder import load_checkpoint_encoder
+            from raycl.inference.encoder import load_checkpoint_encoder
 
             encoder = self._encoder
             if encoder is None or encoder.checkpoint != checkpoint:

@@ -15,7 +15,7 @@ import pytest
 import ray
 
 import raycl
-from raycl.inference.checkpoint_encoder import load_checkpoint_encoder
+from raycl.inference.encoder import load_checkpoint_encoder
 from raycl.negatives.bank import Bank
 from raycl.negatives.client import MemoryBankClient, QueueClient
 from raycl.negatives.spec import BankSpec

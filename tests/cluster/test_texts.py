@@ -23,8 +23,8 @@ from raycl.data.discovery import find_source
 from raycl.data.ids import content_id
 from raycl.embedding_snapshot import LATEST, read_probe_set, read_snapshot
 from raycl.errors import ConfigError, DataError, StorageError
-from raycl.inference.checkpoint_encoder import load_checkpoint_encoder
 from raycl.inference.embed import embed_values
+from raycl.inference.encoder import load_checkpoint_encoder
 from raycl.models.build import load_tokenizer
 from raycl.preparation import gather_texts, group_pairs, make_tokenizer
 from raycl.records import read_metrics
