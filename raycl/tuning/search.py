@@ -186,7 +186,8 @@ def search(
         runner = Runner(config=config, sources=run.sources, output=trials.uri)
         # Named by the time, since a search that is refused may be repeated.
         name = f"pace-{time.time():.0f}"
-        pace = runner.run({"log_every_steps": PACE_LAP}, PACE_STEPS * config.stages[0].batch_size, name)
+        short = {"log_every_steps": PACE_LAP}, PACE_STEPS * config.stages[0].batch_size
+        pace = runner.run(*short, name)
         # A run counts the pairs of a click log, not its rows.
         described = read_object(trials / name / DATA)
         rows = described.get("rows_per_data_set", [described["num_rows"]])
@@ -195,6 +196,8 @@ def search(
             shared = config if config.counts_tokens else override(config, {"text.corpus": None})
             shared = override(shared, {"text.tokenizer": (trials / name / TOKENIZER).uri})
             runner = replace(runner, config=shared)
+            # A trial does not train it.
+            pace = runner.run(*short, f"{name}-again")
         rungs = plan_rungs(config, sum(rows), pace, left_s())
         report(
             f"a run takes {pace.overhead_s:.0f} s and trains on {pace.samples_per_second:,.0f} samples/s; rungs of "
