@@ -590,7 +590,7 @@ def test_small_gray_images_get_views_without_flips(name: str, tmp_path: Path) ->
         return plan_run(name, data=data, flags=run_flags(gpu=True), settings=settings)
 
     papers = recipe(name, image_size=28).model_copy(update={"gpu": True})
-    views = {"flip": 0.0, "rotation": 15.0, "crop_scale": (0.3, 1.0)}
+    views = {"flip": 0.0, "rotation": 15.0, "crop_scale": (0.4, 1.0)}
     expected = papers.model_copy(update={"augment": papers.augment.model_copy(update=views)})
     for folder in ("gray", "gray-as-rgb"):
         assert planned(folder).config == expected

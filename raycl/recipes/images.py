@@ -85,7 +85,7 @@ def for_gray(config: RunConfig) -> RunConfig:
     """
     if config.data.image_size > SMALL:
         return config
-    views = {"crop_scale": (0.3, 1.0), "flip": 0.0, "rotation": 15.0}
+    views = {"crop_scale": (0.4, 1.0), "flip": 0.0, "rotation": 15.0}
     return config.model_copy(update={"augment": config.augment.model_copy(update=views)})
 
 
