@@ -197,7 +197,10 @@ def documented_commands() -> list[str]:
     """Return the commands of benchmarks in the documents, with their flags."""
     root = run.FOLDER.parent
     pages = [root / "README.md", root / "CHANGELOG.md", *sorted((root / "docs").rglob("*.md"))]
-    found = [re.findall(r"python benchmarks/(\w+\.py[^\n`#]*)", page.read_text()) for page in pages]
+    found = [
+        re.findall(r"python benchmarks/(\w+\.py[^\n`#]*)", page.read_text().replace("\\\n", " "))
+        for page in pages
+    ]
     return sorted({command.strip() for commands in found for command in commands})
 
 

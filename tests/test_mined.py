@@ -143,8 +143,8 @@ def test_the_miner_finds_the_negatives_of_raycl_mine_with_the_same_encoder(max_r
         for role, values in ROWS.items()
     }
     pairs = _Pairs(Values(by_role=by_role, label=np.full(NUM_ROWS, -1)))
-    query = embedded(pairs.queries, network, of_queries=True)
-    document = embedded(pairs.documents, network, of_queries=False)
+    query = embedded(pairs.query.texts, network, of_queries=True)
+    document = embedded(pairs.document.texts, network, of_queries=False)
     ranking = search(query, document, k=CANDIDATES + SPARE, **exclusions(pairs))
     own = (query[pairs.known.positive[:, 0]] * document[pairs.known.positive[:, 1]]).sum(1).numpy()
     written, mined = joined(pairs.with_mined(ranking, own, CANDIDATES, max_relative_score))

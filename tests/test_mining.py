@@ -21,8 +21,7 @@ from raycl.data.matches import SPARE
 from raycl.errors import ConfigError, DataError
 from raycl.evaluation.retrieval import evaluate_retrieval
 from raycl.evaluation.search import search
-from raycl.inference.encoder import read_encoders
-from raycl.inference.mining import Mined, _keys_for, _Pairs, mine_negatives
+from raycl.inference.mining import Mined, _Pairs, mine_negatives
 from raycl.inference.reading import Values, read_pairs, read_values
 from tests.pairs import small_config
 from tests.test_saved_text import save
@@ -82,30 +81,6 @@ def test_a_match_of_a_query_never_becomes_its_negative() -> None:
     # The document with contradictory labels is not a negative; explicit negatives are not added again.
     assert table["negatives"].to_pylist() == [["bad"], ["bad"]]
     assert (mined.num_pairs, mined.num_negatives) == (2, 0)
-
-
-def test_texts_with_the_same_tokens_after_the_prompt_are_one_text_as_in_training(tmp_path: Path) -> None:
-    save(small_config(settings={"text.query_prompt": "ask: ", "text.document_prompt": "a page - "}), tmp_path)
-    by_role = {
-        "query": ["phone", "PHONE", "apple", "tree"],
-        "document": ["iPhone 12", "IPHONE 12", "fruit", "Apple"],
-        "negatives": [["other"], ["Other", "iphone 12"], [], []],
-        "weight": [2, 2, 1, 1],
-    }
-    values = Values(by_role=by_role, label=np.full(4, -1))
-    pairs = _Pairs(values, *map(_keys_for, read_encoders(str(tmp_path), ["query", "key"])))
-    assert pairs.queries == ["phone", "apple", "tree"]
-    assert pairs.documents == ["iPhone 12", "fruit", "Apple", "other"]
-    assert pairs.known.positive.tolist() == [[0, 0], [1, 1], [2, 2]]
-    own_text = [1, 2]
-    assert pairs.known.of_entities().tolist() == [[0, 0], [1, 1], own_text, [2, 2]]
-    near = np.array([[3, 1, 2], [3, 0, 2], [3, 0, 1]])
-    table, _ = joined(pairs.with_mined((np.full((3, 3), 0.1), near), np.ones(3), 3, 0.95))
-    assert table["negatives"].to_pylist()[0] == ["other", "fruit", "Apple"]
-    assert table["weight"].to_pylist() == [2, 1, 1]
-    by_role["weight"] = [2, 3, 1, 1]
-    with pytest.raises(DataError, match="query 'PHONE' and document 'IPHONE 12' has the weights 2 and 3"):
-        _Pairs(values, *map(_keys_for, read_encoders(str(tmp_path), ["query", "key"])))
 
 
 def test_documents_that_a_chain_of_ids_joins_stay_joined_in_the_mined_file() -> None:
@@ -212,9 +187,9 @@ def test_ids_that_many_rows_share_take_no_memory_for_each_two_of_them() -> None:
     pairs = _Pairs(Values(by_role=by_role, label=np.full(num, -1)))
     excluded, entities = exclusions(pairs).values()
     assert sum(each.nbytes for each in (excluded, *entities)) < 100 * num
-    query, document = embedded(pairs.queries), embedded(pairs.documents)
+    query, document = embedded(pairs.query.texts), embedded(pairs.document.texts)
     _, found = search(query, document, k=num, excluded=excluded, entities=entities)
-    assert [pairs.documents[place] for place in np.unique(found)] == texts["other"]
+    assert [pairs.document.texts[place] for place in np.unique(found)] == texts["other"]
 
 
 def test_relevance_judgments_without_documents_are_refused() -> None:
@@ -263,7 +238,7 @@ def exclusions(pairs: _Pairs) -> dict[str, Any]:
 def mined_from(by_role: dict[str, list[Any]], label: list[int] | None = None) -> tuple[list[Any], Mined]:
     """Mine three negatives per pair with these embeddings, without a similarity limit."""
     pairs = _Pairs(Values(by_role=by_role, label=np.array(label or [-1] * len(by_role["query"]))))
-    query, document = embedded(pairs.queries), embedded(pairs.documents)
+    query, document = embedded(pairs.query.texts), embedded(pairs.document.texts)
     found = search(query, document, k=len(document), **exclusions(pairs))
     table, mined = joined(pairs.with_mined(found, np.ones(len(pairs.known.positive)), 3, 1.0))
     return table.to_pylist(), mined

@@ -86,7 +86,7 @@ class TextFormat:
 
     def store(self, decoded: Sequence[NDArray[np.int32]]) -> dict[str, pa.Array]:
         """Return the columns ``tokens``, one list per text, and ``id``."""
-        return {"tokens": _lists(decoded), "id": pa.array(map(text_id, decoded), pa.int64())}
+        return {"tokens": _lists(decoded), "id": pa.array(map(_text_id, decoded), pa.int64())}
 
     def read(self, columns: Mapping[str, Any]) -> Tokens:
         """Return the texts of these columns."""
@@ -182,8 +182,7 @@ def _offsets(lists: Sequence[Any]) -> pa.Array:
     return pa.array(np.cumsum([0, *map(len, lists)]), pa.int32())
 
 
-def text_id(tokens: NDArray[np.int32]) -> int:
-    """Return the id of a text, equal for equal ``tokens`` [length]."""
+def _text_id(tokens: NDArray[np.int32]) -> int:
     return content_id(tokens.astype("<i4").tobytes())
 
 

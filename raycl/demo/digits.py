@@ -13,8 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from PIL import Image
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 
 from raycl.config import RunConfig
 from raycl.config.overrides import override
@@ -37,6 +35,9 @@ def write_digits(output: Place, *, seed: int = 0) -> tuple[str, str]:
 
     Training and test set share no digit. Columns: ``image`` (PNG), ``label``.
     """
+    from sklearn.datasets import load_digits  # which takes a second to import
+    from sklearn.model_selection import train_test_split
+
     digits: Any = load_digits()
     train, test = train_test_split(
         np.arange(len(digits.target)), test_size=NUM_TEST, random_state=seed, stratify=digits.target

@@ -3,9 +3,8 @@
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, final
 
 import numpy as np
@@ -20,7 +19,6 @@ from torch.nn.functional import normalize
 from raycl.arguments import Address, as_address, check_type
 from raycl.data.columns import ColumnNames
 from raycl.data.matches import Matches
-from raycl.data.texts import text_id
 from raycl.errors import ConfigError, DataError
 from raycl.evaluation.search import Ranking, search
 from raycl.inference.embed import embed_values
@@ -28,12 +26,10 @@ from raycl.inference.encoder import read_encoders
 from raycl.inference.preflight import check_inputs, check_mining
 from raycl.inference.reading import Values, read_pairs
 from raycl.lease import writing_new
-from raycl.models.encoder_io import SavedEncoder
-from raycl.models.specs import TextEncoderSpec
 from raycl.progress import ProgressLine
 from raycl.ray_runtime import connect_cluster, unwrap_ray_errors
 
-QUERIES_PER_TASK = TEXTS_AT_ONCE = 4_096
+QUERIES_PER_TASK = 4_096
 ROWS_PER_GROUP = 1_024
 _TYPES = {
     "query": pa.string(),
@@ -44,9 +40,6 @@ _TYPES = {
     "negative_ids": pa.list_(pa.int64()),
     "weight": pa.float64(),
 }
-
-
-KeysOf = Callable[[Sequence[str]], Sequence[Hashable]]
 
 
 @final
@@ -79,8 +72,7 @@ def mine_negatives(
     Each query searches all documents of ``data``, negatives among them, exactly, with the towers of
     ``run``. Documents known to match the query, by text or by id, are skipped, and so is its own text. A
     document nearer to the query than ``max_relative_score`` times its positive is skipped too, since it may well match
-    (Moreira et al., 2024). Texts with the same tokens, as with other capitals for a tokenizer that ignores them, are one
-    text, written as the first of them. ``data`` holds pairs with a label, with lists of negatives, or neither.
+    (Moreira et al., 2024). ``data`` holds pairs with a label, with lists of negatives, or neither.
     ``output`` has ``query``, ``document``, ``negatives``, the ids of ``data`` as integers, and a ``weight`` if
     ``columns`` names one. A run that trained your own module needs it as ``network``. The distinct texts of ``data``
     stay in this process, their embeddings in Ray's object store.
@@ -103,7 +95,7 @@ def mine_negatives(
     with writing_new(output, is_file=True) as place:
         values = read_pairs(data, columns or ColumnNames(), quiet=quiet)
         connect_cluster(address, debug=debug, quiet_core=True)  # tasks search
-        pairs = _Pairs(values, *map(_keys_for, encoders))
+        pairs = _Pairs(values)
         for line in [] if quiet else pairs.known.notices():
             print(line, file=sys.stderr)
         options: dict[str, Any] = {"network": network, "gpu": gpu, "address": address}
@@ -111,8 +103,8 @@ def mine_negatives(
         query, document = (
             normalize(embed_values(texts, encoder, title=f"embedding the {name}", **options)[0])
             for name, texts, encoder in (
-                ("queries", pairs.queries, query_encoder),
-                ("documents", pairs.documents, key_encoder),
+                ("queries", pairs.query.texts, query_encoder),
+                ("documents", pairs.document.texts, key_encoder),
             )
         )
         with unwrap_ray_errors():
@@ -130,28 +122,21 @@ def mine_negatives(
 
 @final
 class _Pairs:
-    """Distinct queries and documents, their matches, and the explicit negatives of each query.
+    """Distinct queries and documents, their matches, and the explicit negatives of each query."""
 
-    Texts with equal keys are one text: the first of them is in ``queries`` or ``documents``, by number.
-    """
-
-    def __init__(self, values: Values, query_keys: KeysOf = list, document_keys: KeysOf = list) -> None:
+    def __init__(self, values: Values) -> None:
         by_role = values.by_role
-        negatives = by_role.get("negatives") or [[]] * len(values.label)
-        query = _by_text(by_role["query"], query_keys)
-        document = _by_text(chain(by_role["document"], chain.from_iterable(negatives)), document_keys)
-        self.known = Matches[Hashable](
-            [query[text] for text in by_role["query"]],
-            [document[text] for text in by_role["document"]],
-            negatives=[[document[text] for text in row] for row in negatives],
+        self.known = Matches[str](
+            by_role["query"],
+            by_role["document"],
+            negatives=by_role.get("negatives"),
             query_ids=by_role.get("query_id"),
             document_ids=by_role.get("document_id"),
             negative_ids=by_role.get("negative_ids"),
             is_negative=(values.label == 0).tolist(),
         )
         self.query, self.document = self.known.query, self.known.document
-        self.queries, self.documents = _first_texts(query), _first_texts(document)
-        self._weights = _weights_of(values, query, document)
+        self._weights = _weights_of(values)
         names = ["query", "document", "negatives"]
         names += [role for role in ("query_id", "document_id") if role in by_role]
         if "document_id" in by_role and ("negative_ids" in by_role or "negatives" not in by_role):
@@ -189,9 +174,9 @@ class _Pairs:
                 num_mined += len(found.mined)
                 negatives = [*found.explicit, *found.mined]
                 row = {
-                    "query": self.queries[q],
-                    "document": self.documents[d],
-                    "negatives": [self.documents[place] for place in negatives],
+                    "query": query.texts[q],
+                    "document": document.texts[d],
+                    "negatives": [document.texts[place] for place in negatives],
                     "query_id": query.entity_ids.get(q),
                     "document_id": document.entity_ids.get(d),
                     "negative_ids": [document.entity_ids.get(place) for place in negatives],
@@ -202,61 +187,23 @@ class _Pairs:
             yield table, {"num_pairs": len(rows), "num_negatives": num_mined, "num_too_near": num_too_near}
 
 
-def _keys_for(saved: SavedEncoder) -> KeysOf:
-    """Return the function that gives each text a number, equal for texts of which the encoder sees the same tokens.
-
-    The prompt is left out, as in training, so that a query and a document may be equal.
-    """
-    spec, tokenizer = saved.spec, saved.tokenizer
-    assert isinstance(spec, TextEncoderSpec), "images have no tokens"
-    assert tokenizer is not None, "an encoder of texts has a tokenizer"
-    start = tokenizer.num_prompt_tokens(spec.prompt)
-
-    def keys(texts: Sequence[str]) -> list[int]:
-        found = list[int]()
-        for first in range(0, len(texts), TEXTS_AT_ONCE):
-            prompted = [spec.prompt + text for text in texts[first : first + TEXTS_AT_ONCE]]
-            tokens = tokenizer.encode(prompted, spec.max_tokens, all_cores=True)
-            found += [text_id(each[start:]) for each in tokens]
-        return found
-
-    return keys
-
-
-def _by_text(texts: Iterable[str], keys_of: KeysOf) -> dict[str, Hashable]:
-    """Return the key of each text, in the order of the texts."""
-    distinct = list(dict.fromkeys(texts))
-    return dict(zip(distinct, keys_of(distinct), strict=True))
-
-
-def _first_texts(key: dict[str, Hashable]) -> list[str]:
-    """Return the first text with each key."""
-    first = dict[Hashable, str]()
-    for text, each in key.items():
-        first.setdefault(each, text)
-    return list(first.values())
-
-
-def _weights_of(
-    values: Values, query_key: dict[str, Hashable], document_key: dict[str, Hashable]
-) -> dict[tuple[Hashable, Hashable], float]:
-    """Return the weight of each positive pair by its keys; raises ``DataError`` if a pair has several weights."""
-    found: dict[tuple[Hashable, Hashable], float] = {}
+def _weights_of(values: Values) -> dict[tuple[str, str], float]:
+    """Return the weight of each positive pair by its texts; raises ``DataError`` if a pair has several weights."""
+    found: dict[tuple[str, str], float] = {}
     if "weight" not in values.by_role:
         return found
     columns = (values.by_role[role] for role in ("query", "document", "weight"))
     for query, document, weight, label in zip(*columns, values.label.tolist(), strict=True):
-        pair = query_key[query], document_key[document]
-        if label != 0 and found.setdefault(pair, weight) != weight:
+        if label != 0 and found.setdefault((query, document), weight) != weight:
             raise DataError(
                 f"the pair of query {query!r} and document {document!r} has the weights "
-                f"{found[pair]:g} and {weight:g}; give all of its rows the same weight"
+                f"{found[query, document]:g} and {weight:g}; give all of its rows the same weight"
             )
     return found
 
 
 def _search_in_tasks(
-    query: Tensor, document: Tensor, known: Matches[Any], *, k: int, gpu: bool, quiet: bool
+    query: Tensor, document: Tensor, known: Matches[str], *, k: int, gpu: bool, quiet: bool
 ) -> Ranking:
     """Search in tasks of some queries each; the tasks of a node share one copy of the documents and of the matches."""
     of_query, of_document = (np.array(each.entity, np.int64) for each in (known.query, known.document))

@@ -21,7 +21,7 @@ from raycl.data.codecs import Formats
 from raycl.data.ids import content_id
 from raycl.data.in_memory import Batch, InMemoryDataset, ids_of, texts_of, tokens_of
 from raycl.data.matches import DistinctTexts, Matches
-from raycl.data.texts import Tokens, text_id
+from raycl.data.texts import Tokens
 from raycl.tokenization import Tokenizer
 
 _ROWS = 4_096  # of a batch in which rows are read
@@ -439,7 +439,10 @@ def _keys(texts: Tokens, prompt_length: int) -> list[int]:
         return texts.text_id.tolist()
     ends = np.cumsum(texts.lengths)
     starts = np.minimum(ends - texts.lengths + prompt_length, ends)
-    return [text_id(texts.values[start:end]) for start, end in zip(starts, ends, strict=True)]
+    return [
+        content_id(texts.values[start:end].astype("<i4").tobytes())
+        for start, end in zip(starts, ends, strict=True)
+    ]
 
 
 def _first_places(number: dict[int, int], keys: list[int]) -> NDArray[np.int64]:
