@@ -330,6 +330,7 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
             lambda run, index: run.stages[index].learning_rate_scope == "stage" or index == 0,
         ),
     ),
+    "evaluation.data": (_EVALUATION,),
     "evaluation.num_train": (_EVALUATION,),
     "evaluation.num_test": (_EVALUATION,),
     "evaluation.k": (when("data.kind", "image", "text"), _EVALUATION),

@@ -646,11 +646,16 @@ class EvaluationConfig(Section):
     """Epochs between evaluations, which follow the ends of epochs; 0 disables them, and by default it is a tenth of the
     run's epochs, at least 1."""
 
+    data: str | None = None
+    """Address of rows to evaluate on; by default some training rows are held out. If the training rows have no labels,
+    some of these vote, at least half.
+    """
+
     num_train: Count = 10_000
     """Labeled training rows that vote."""
 
     num_test: Count = 2_000
-    """Rows held out of training, at most a tenth of the data."""
+    """Rows to evaluate on: of ``evaluation.data``, or held out of training, then at most a tenth of the data."""
 
     k: Count = 200
     """Neighbors that vote; 200 as in InstDisc."""

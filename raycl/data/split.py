@@ -43,9 +43,11 @@ class Holdout:
         return (value >= self.test) & (value < self.reference)
 
 
-def make_split(num_rows: int, *, num_test: int, num_train: int, seed: int) -> Holdout:
-    """Hold out about ``num_test`` of ``num_rows`` rows, at most a tenth, and choose ``num_train`` references."""
-    test = min(num_test / max(num_rows, 1), MAX_FRACTION)
+def make_split(
+    num_rows: int, *, num_test: int, num_train: int, seed: int, max_fraction: float = MAX_FRACTION
+) -> Holdout:
+    """Hold out about ``num_test`` of ``num_rows`` rows, at most ``max_fraction``, and choose ``num_train`` references."""
+    test = min(num_test / max(num_rows, 1), max_fraction)
     return Holdout(seed=seed, test=test, reference=min(test + num_train / max(num_rows, 1), 1.0))
 
 

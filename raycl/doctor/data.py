@@ -26,7 +26,14 @@ from raycl.recipes import recipe
 from raycl.storage import Place
 from raycl.tokenization import Vocabulary
 from raycl.training.data_module import hold_out
-from raycl.training.preflight import check_has_labels, check_pairs, check_sizes, column_names, find_corpus
+from raycl.training.preflight import (
+    check_has_labels,
+    check_pairs,
+    check_sizes,
+    column_names,
+    find_corpus,
+    find_evaluation_rows,
+)
 from raycl.training.transforms import build_formats
 
 MAX_FRAGMENTS = 8
@@ -138,6 +145,7 @@ def _unmet_needs(source: Source, config: RunConfig) -> Iterator[CheckResult]:
     checks: tuple[tuple[str, Callable[[], object]], ...] = (
         ("labels", lambda: check_no_splits(source)),
         ("text.corpus", lambda: find_corpus(config)),
+        ("evaluation.data", lambda: find_evaluation_rows(config, [source.uri])),
         ("labels", lambda: check_has_labels(config, source.has_labels, source.ignored_label)),
     )
     for name, check in checks:

@@ -25,6 +25,7 @@ from raycl.storage import Place
 from raycl.tokenization import Tokenizer, Vocabulary
 from raycl.training.data_set import DataSet, DecodedRows, learn_vocabulary, texts_per_row
 from raycl.training.guide import GuideTables, read_guide
+from raycl.training.job import EvaluationRows
 from raycl.training.preflight import check_classes, check_has_labels, describe_unlabeled, id_columns
 from raycl.training.transforms import build_formats
 
@@ -38,12 +39,16 @@ class DataModule:
     """The samples of a run: their number, columns and classes, and how to read them."""
 
     def __init__(
-        self, config: RunConfig, coordinator: Any, data: Sequence[Source | ray.data.Dataset]
+        self,
+        config: RunConfig,
+        coordinator: Any,
+        data: Sequence[Source | ray.data.Dataset],
+        evaluation: Source | None = None,
     ) -> None:
         self._config, self._coordinator = config, coordinator
         is_one = len(data) == 1
         self.data_sets = [
-            DataSet(config, coordinator, each, number=None if is_one else number)
+            DataSet(config, coordinator, each, number=number, prefix="" if is_one else f"{number}: ")
             for number, each in enumerate(data)
         ]
         self._first = self.data_sets[0]  # the only one of a stream
@@ -51,6 +56,7 @@ class DataModule:
         if not is_one:
             _share_classes(self.data_sets)
         self.columns, self.classes = self._first.columns, self._first.classes
+        self._evaluation = evaluation and self._matched(evaluation)
         check_has_labels(config, self._first.has_labels)
         self.num_rows = sum(each.num_rows for each in self.data_sets)
         self.streamed = must_stream(
@@ -68,12 +74,12 @@ class DataModule:
     @property
     def can_be_evaluated(self) -> bool:
         """Whether the samples allow periodic evaluation: they have labels, or are pairs."""
-        return self._config.has_two_towers or self._first.has_labels
+        return self._config.has_two_towers or self._first.has_labels or self._evaluation is not None
 
     @property
     def is_evaluated(self) -> bool:
-        """Whether some samples are held out for the periodic evaluation."""
-        return self.holdout.test > 0 and self.can_be_evaluated
+        """Whether there are samples for the periodic evaluation."""
+        return self._evaluation is not None or self.holdout.test > 0
 
     def learn_vocabulary(self, tokenizer: Tokenizer | None, corpus: Source | None = None) -> Vocabulary:
         """Train a tokenizer unless one is given, and count tokens if an encoder uses it; required before decoding.
@@ -124,10 +130,36 @@ class DataModule:
         here = self._is_read_here()
         if not self.streamed:
             return [each.read(self._decoder(each), here=here) for each in self.data_sets]
-        if not self.is_evaluated:
+        if self.holdout.reference == 0:
             return []
         decoder = self._decoder(self._first, self.holdout.is_evaluated, count=self.holdout.is_test)
         return [self._first.read(decoder, self._evaluated, here=here)]
+
+    def read_evaluation_rows(self) -> EvaluationRows | None:
+        """Read the rows of ``evaluation.data``, if any, after the training rows are counted.
+
+        Raises ``DataError`` if too many are invalid.
+        """
+        if self._evaluation is None:
+            return None
+        config, prefix = self._config, "evaluation.data: "
+        data_set = DataSet(config, self._coordinator, self._evaluation, prefix=prefix)
+        num_train, seed = config.evaluation.num_train, config.seed
+        split = make_split(
+            data_set.num_rows,
+            num_test=config.evaluation.num_test,
+            num_train=0 if self._has_voters else num_train,
+            seed=seed,
+            max_fraction=1.0 if self._has_voters else 0.5,
+        )
+        decoder = replace(
+            self._decoder(data_set, split.is_evaluated),
+            formats=build_formats(config, self._tokenizer, data_set.columns),
+            holdout=Holdout(seed=seed, test=1.0),  # none is a training row
+        )
+        decoded = data_set.read(decoder, here=self._is_read_here())
+        data_set.stats().check(config.data.max_invalid_fraction)
+        return EvaluationRows(blocks=tuple(decoded.blocks()), columns=data_set.columns, split=split)
 
     def counts(self, steps: Sequence[int]) -> dict[str, dict[str, Any]]:
         """Return the steps and the numbers of rows of each of several data sets by name."""
@@ -217,6 +249,42 @@ class DataModule:
             prefix=data_set.prefix,
         )
 
+    @property
+    def _has_voters(self) -> bool:
+        """Whether the training rows are compared with those to evaluate: they have labels, or are pairs."""
+        return self._config.has_two_towers or self._first.has_labels
+
+    def _matched(self, evaluation: Source) -> Source:
+        """Return the rows of ``evaluation.data`` with the numbers of the training rows' classes.
+
+        Raises ``DataError`` if they have other columns, or classes that no training row has.
+        """
+        own, theirs = (_roles(each) for each in (self._first.columns_of_file, evaluation.columns))
+        if own != theirs:
+            raise DataError(
+                f"evaluation.data ({evaluation.uri}) has the columns {', '.join(theirs)}, and the training rows have "
+                f"{', '.join(own)}; give both the same columns"
+            )
+        if not self._first.has_labels or self._config.has_two_towers:
+            self.classes = self.classes or evaluation.classes
+            return evaluation
+        sources = [each.source for each in self.data_sets] + [evaluation]
+        check_label_names(
+            (each and each.label_names for each in sources), where="the training rows and evaluation.data"
+        )
+        if (evaluation.classes is None) != (self.classes is None):
+            kinds = ("integers", "text") if evaluation.classes is None else ("text", "integers")
+            raise DataError(
+                f"the labels of evaluation.data are {kinds[0]}, and those of the training rows are {kinds[1]}; "
+                "give integers or text in both"
+            )
+        if unknown := set(evaluation.classes or ()) - set(self.classes or ()):
+            raise DataError(
+                f"evaluation.data has the class {min(unknown)!r}, which no training row has; give rows of the classes of "
+                "the training rows"
+            )
+        return replace(evaluation, classes=self.classes)
+
     def _is_read_here(self) -> bool:
         """Whether this process decodes the rows, which are few: Ray would start processes for that, for seconds."""
         data = [(each.source, each.columns, each.num_rows) for each in self.data_sets if each.source]
@@ -228,7 +296,7 @@ class DataModule:
         # A stream holds out rows of a few fragments only; with all rows in memory, any row may be held out.
         in_fragments = self._first.source is not None and self.streamed
         num_rows = self._num_evaluation_rows() if in_fragments else self.num_rows
-        return hold_out(self._config, num_rows, can_be_evaluated=self.can_be_evaluated)
+        return hold_out(self._config, num_rows, can_be_evaluated=self._has_voters)
 
     @property
     def _evaluated(self) -> tuple[Fragment, ...]:
@@ -283,6 +351,13 @@ def _check_columns(data_sets: Sequence[DataSet]) -> None:
         raise DataError(
             f"{first.name} has {_listed(first)}, and {each.name} has {_listed(each)}; give all data sets {remedy}"
         )
+
+
+def _roles(columns: ColumnNames) -> list[str]:
+    """Return the roles of the columns that the periodic evaluation reads, besides labels."""
+    return [
+        role for role in columns.contents if role not in ("negatives", "negative_ids", "query_id", "weight")
+    ]
 
 
 def _compared(columns: ColumnNames) -> ColumnNames:
@@ -343,7 +418,8 @@ def hold_out(config: RunConfig, num_rows: int, *, can_be_evaluated: bool) -> Hol
     settings = config.evaluation
     if settings.every_epochs == 0 or not can_be_evaluated:
         return Holdout(seed=config.seed)
-    return make_split(num_rows, num_test=settings.num_test, num_train=settings.num_train, seed=config.seed)
+    num_test = settings.num_test if settings.data is None else 0
+    return make_split(num_rows, num_test=num_test, num_train=settings.num_train, seed=config.seed)
 
 
 def known_tokenizer(config: RunConfig, output: Place, *, resumed: bool) -> Tokenizer | None:

@@ -60,8 +60,8 @@ class DecodedRows:
 class DataSet:
     """One data set of a run: a source, or a Ray Dataset.
 
-    Labeled pairs are grouped by query first, which reads all of them. With a ``number``, the coordinator counts
-    the rows of each data set separately.
+    Labeled pairs are grouped by query first, which reads all of them. The coordinator counts the rows under names that
+    begin with ``prefix``.
     """
 
     def __init__(
@@ -70,18 +70,20 @@ class DataSet:
         coordinator: Any,
         data: Source | ray.data.Dataset,
         *,
-        number: int | None = None,
+        number: int = 0,
+        prefix: str = "",
     ) -> None:
         self._coordinator, self._config = coordinator, config
-        self.prefix = "" if number is None else f"{number}: "
-        self.name = data.uri if isinstance(data, Source) else f"dataset {number or 0}"
+        self.prefix = prefix
+        self.name = data.uri if isinstance(data, Source) else f"dataset {number}"
         self.source = data if isinstance(data, Source) else None
         self.dataset: Any = None if self.source else data
         self.num_clicks: int | None = None  # the rows of a click log that became pairs
         self.columns = self.source.columns if self.source else columns_of(self.dataset, column_names(config))
         self.columns_of_file = self.columns  # before a click log became pairs
         if config.data.kind == "pairs":
-            check_pairs(config, self.columns)
+            if self.source is None:  # a source was checked before Ray started
+                check_pairs(config, self.columns)
             if self.columns.label is not None:
                 self._group()
         if self.source is None and self.columns.weight is not None:

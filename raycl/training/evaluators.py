@@ -200,7 +200,7 @@ def build_evaluator(
     """
     if not job.is_evaluated:
         return None
-    bank, test = rows.where(job.holdout.is_reference), rows.where(job.holdout.is_test)
+    bank, test = job.load_evaluation_rows(rows)
     if not config.has_two_towers:
         bank, test = bank.labeled(), test.labeled()
     if config.data.kind == "pairs":
@@ -357,7 +357,7 @@ def build_snapshot_writer(job: Job, rows: InMemoryDataset, transform: Transform)
 
     Returns None if the run wants no snapshot or, as a stream without evaluation, keeps no rows in memory.
     """
-    held_out = rows.where(job.holdout.is_test)
+    _, held_out = job.load_evaluation_rows(rows)
     is_held_out = len(held_out) >= 2
     shown = held_out if is_held_out else rows.where(job.holdout.is_train)
     if not job.config.has_two_towers and len(labeled := shown.labeled()) >= 2:

@@ -47,6 +47,19 @@ class Failure:
     after_s: float = 0.0
 
 
+@final
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRows:
+    """The decoded rows of ``evaluation.data``, their columns, and the split into evaluated rows and references.
+
+    There are no references if training rows are.
+    """
+
+    blocks: tuple[ray.ObjectRef, ...]
+    columns: ColumnNames
+    split: Holdout
+
+
 _MIN_ROWS_CHECKED = 1_000  # rows of a stream before its invalid fraction is checked
 
 
@@ -76,6 +89,7 @@ class Job:
     coordinator: Any
     is_evaluated: bool
     columns: ColumnNames
+    evaluation: EvaluationRows | None = None
     workers: tuple[int, int] = (1, 1)
     vocabulary: Vocabulary | None = None
     network: nn.Module | None = None
@@ -118,6 +132,17 @@ class Job:
         tables = [_fetched(list(blocks)) for blocks in self.blocks]
         together = InMemoryDataset([table for each in tables for table in each], formats)
         return together, [InMemoryDataset(each, formats) for each in tables]
+
+    def load_evaluation_rows(self, rows: InMemoryDataset) -> tuple[InMemoryDataset, InMemoryDataset]:
+        """Return the references of the periodic evaluation, and the rows to evaluate; ``rows`` are the decoded ``blocks``."""
+        if self.evaluation is None:
+            return rows.where(self.holdout.is_reference), rows.where(self.holdout.is_test)
+        split = self.evaluation.split
+        formats = build_formats(self.config, self.tokenizer, self.evaluation.columns)
+        others = InMemoryDataset(_fetched(list(self.evaluation.blocks)), formats)
+        has_references = split.reference > split.test
+        bank = others.where(split.is_reference) if has_references else rows.where(self.holdout.is_reference)
+        return bank, others.where(split.is_test)
 
     def load_sample_ids(self) -> NDArray[np.int64] | None:
         """Fetch the ids that ``sample_id`` refers to, if any."""

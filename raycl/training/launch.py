@@ -172,9 +172,10 @@ def train_validated(
         start_coordinator({"run": output.name, "recipe": config.recipe}) as coordinator,
         GracefulShutdown(coordinator, output, run.lease.check) as shutdown,
     ):
-        data = DataModule(config, coordinator, run.sources or datasets)
+        data = DataModule(config, coordinator, run.sources or datasets, run.evaluation)
         _report_skipped(data, run, report)
-        names = {source.label_names for source in run.sources}
+        labeled = [source for source in (*run.sources, run.evaluation) if source and source.has_labels]
+        names = {source.label_names for source in labeled}
         described = describe_data(
             [source.uri for source in run.sources],
             [each.num_rows for each in data.data_sets],
@@ -225,7 +226,7 @@ def _check_towers(config: RunConfig, network: nn.Module | None, vocabulary: Voca
 
 
 def _report_skipped(data: DataModule, run: ValidatedRun, report: Printer) -> None:
-    for source in (*run.sources, *filter(None, [run.corpus])):
+    for source in (*run.sources, *filter(None, [run.corpus, run.evaluation])):
         for line in source.unread():
             report(line)
     if not data.can_be_evaluated and run.config.evaluation.every_epochs != 0:
@@ -267,6 +268,7 @@ def _read_data(
         described["weights"] = [each.fingerprint(["sample_id", "weight.value"]) for each in decoded]
         check_same_data(run.output, described)
     blocks = tuple(tuple(each.blocks()) for each in decoded)
+    evaluation = data.read_evaluation_rows()
     return Job(
         config=config,
         output=run.output,
@@ -277,6 +279,7 @@ def _read_data(
         coordinator=coordinator,
         is_evaluated=data.is_evaluated,
         columns=data.columns,
+        evaluation=evaluation,
         lease=run.lease,
         sample_id=None if sample_id is None else ray.put(sample_id),
         num_samples=len(sample_id) if sample_id is not None and has_slots else None,

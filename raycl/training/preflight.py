@@ -16,7 +16,13 @@ from numpy.typing import NDArray
 from raycl.config import RunConfig
 from raycl.config.conditions import why_inactive
 from raycl.config.overrides import config_from_yaml, config_to_yaml, differences, leaves
-from raycl.data.columns import ColumnNames, ColumnNamesWithoutNegatives, CorpusColumnNames, check_labels
+from raycl.data.columns import (
+    ColumnNames,
+    ColumnNamesWithoutNegatives,
+    CorpusColumnNames,
+    UnlabeledColumnNames,
+    check_labels,
+)
 from raycl.data.discovery import check_no_splits, check_output_is_outside, find_source
 from raycl.data.embeddings import check_embeddings
 from raycl.data.sampler import batch_counts
@@ -52,7 +58,7 @@ _HASHED = re.compile(
     r"stages\.\d+\.(chunk_size|cached_chunks|activation_checkpoint_every)|data\.max_invalid_fraction|bank\.name"
 )
 # These may be changed, but not added or removed.
-_ADDRESSES = re.compile(r"negatives\.guide\.(query|document)|text\.corpus")
+_ADDRESSES = re.compile(r"negatives\.guide\.(query|document)|text\.corpus|evaluation\.data")
 
 
 @final
@@ -66,6 +72,7 @@ class ValidatedRun:
     resumed: bool
     sources: tuple[Source, ...]
     corpus: Source | None = None
+    evaluation: Source | None = None
 
 
 @contextlib.contextmanager
@@ -121,6 +128,7 @@ def validate_run(
             resumed=resume,
             sources=tuple(sources),
             corpus=find_corpus(config),
+            evaluation=find_evaluation_rows(config, data),
         )
 
 
@@ -362,6 +370,30 @@ def find_corpus(config: RunConfig) -> Source | None:
     if "text" not in named.values():
         named["text"] = "text"
     return find_source(config.text.corpus, CorpusColumnNames(**{"image": None, **named}))
+
+
+def find_evaluation_rows(config: RunConfig, data: Sequence[str]) -> Source | None:
+    """Find the rows of ``evaluation.data``, which are labeled or pairs; the run trains on ``data``."""
+    uri = config.evaluation.data
+    if uri is None:
+        return None
+    if repeated([uri, *dict.fromkeys(data)]):
+        raise ConfigError(
+            f"evaluation.data is {uri}, and the run trains on it; give other rows, or remove evaluation.data to hold out some"
+        )
+    unused = dict.fromkeys(("negatives", "negative_ids", "weight"))
+    kind = ColumnNamesWithoutNegatives if config.data.kind == "pairs" else ColumnNames
+    if config.data.kind == "image_text":
+        kind, unused = UnlabeledColumnNames, unused | {"label": None}
+    source = find_source(uri, kind(**vars(column_names(config)) | unused))
+    check_no_splits(source)
+    if not config.has_two_towers and not source.has_labels:
+        cause = f"column 'label' holds {source.ignored_label}" if source.ignored_label else "there are none"
+        raise DataError(
+            f"the periodic kNN needs labels in evaluation.data ({uri}), but {cause}; put images in a folder per class, or name "
+            "the column with --set data.columns.label=NAME"
+        )
+    return source
 
 
 def check_output(config: RunConfig, output: Place, *, resume: bool) -> None:

@@ -49,7 +49,8 @@ def check_search(config: RunConfig, sources: Sequence[Source], minutes: float) -
             f"raycl tune searches the settings of one stage, and the configuration has {len(config.stages)}; "
             "give one with its first stage only"
         )
-    if not config.has_two_towers and not all(source.has_labels for source in sources):
+    is_comparable = config.has_two_towers or config.evaluation.data is not None
+    if not is_comparable and not all(source.has_labels for source in sources):
         ignored = next((source.ignored_label for source in sources if source.ignored_label), "")
         held = f" (column 'label' holds {ignored})" if ignored else ""
         raise DataError(
