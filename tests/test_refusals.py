@@ -383,13 +383,13 @@ def test_a_run_says_which_files_and_labels_it_ignores() -> None:
         ignored=((".md", 2),),
         ignored_label="double",
     )
-    run: Any = SimpleNamespace(config=recipe("simcse"), sources=(source,), corpus=None)
+    run: Any = SimpleNamespace(config=recipe("simcse"), sources=(source,), corpus=None, evaluation=None)
     data: Any = SimpleNamespace(can_be_evaluated=False)
     _report_skipped(data, run, lines.append)
     assert lines == [
         "files not read in sentences: 2 .md",
         "ignored the column 'label' of sentences: it holds double, not integers or text",
-        "the samples have no labels: no periodic kNN",
+        "the samples have no labels: no periodic kNN; evaluation.data may name labeled ones",
     ]
     run.corpus, lines[:] = replace(source, uri="documents", ignored_label=""), []
     _report_skipped(data, run, lines.append)

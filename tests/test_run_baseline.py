@@ -5,6 +5,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from raycl.recipes import recipe as recipe_of
 from raycl.storage import Place
 from raycl.training.coordinator import RunCoordinator
 from raycl.training.evaluators import KnnEvaluator, RetrievalEvaluator, build_evaluator
+from raycl.training.job import Job
 from raycl.training.launch import _noticing, _warn_of_baseline, _warn_of_solved_task
 from raycl.training.transforms import PairTransform, build_transform
 from tests.images import encode
@@ -232,12 +234,20 @@ def test_a_damaged_log_leaves_the_result_of_the_run(tmp_path: Path) -> None:
     _warn_of_solved_task(recipe_of("simcse"), Place(str(tmp_path)), print)
 
 
+def job_of(holdout: Any, **others: Any) -> Any:
+    job: Any = SimpleNamespace(
+        is_evaluated=True, holdout=holdout, evaluation=None, **{"coordinator": MagicMock()} | others
+    )
+    job.load_evaluation_rows = partial(Job.load_evaluation_rows, job)
+    return job
+
+
 @pytest.mark.parametrize(("labels", "says"), [([1, -1], True), ([1, 0], False)])
 def test_a_run_on_one_class_has_no_periodic_knn_and_says_so(labels: list[int], says: bool) -> None:
     ids = np.arange(40)
     table = pa.table({"sample_id": ids, "label": np.array(labels)[ids // 2 % 2]})
     holdout = SimpleNamespace(is_reference=lambda ids: ids % 2 == 0, is_test=lambda ids: ids % 2 == 1)
-    job: Any = SimpleNamespace(is_evaluated=True, holdout=holdout, coordinator=MagicMock())
+    job = job_of(holdout)
     evaluator = build_evaluator(job, recipe_of("simclr"), InMemoryDataset([table], {}), MagicMock())
     notices = job.coordinator.add_notice.remote.call_args_list
     assert (evaluator is None, len(notices)) == (says, int(says))
@@ -250,7 +260,7 @@ def test_a_run_with_too_few_held_out_rows_has_no_periodic_knn_and_says_so(num_he
     holdout = SimpleNamespace(
         is_reference=lambda ids: ids >= num_held_out, is_test=lambda ids: ids < num_held_out
     )
-    job: Any = SimpleNamespace(is_evaluated=True, holdout=holdout, coordinator=MagicMock())
+    job = job_of(holdout)
     evaluator = build_evaluator(job, recipe_of("simclr"), InMemoryDataset([table], {}), MagicMock())
     notices = [each.args for each in job.coordinator.add_notice.remote.call_args_list]
     says = "0 held-out labeled rows and 40 to compare them with are too few for 1 worker: no periodic kNN"
@@ -262,9 +272,7 @@ def test_the_next_group_of_workers_does_not_repeat_why_a_run_is_not_evaluated() 
     add_notice = SimpleNamespace(remote=coordinator.add_notice)
     table = pa.table({"sample_id": np.arange(4), "label": np.zeros(4, np.int64)})
     holdout = SimpleNamespace(is_reference=lambda ids: ids < 2, is_test=lambda ids: ids >= 2)
-    job: Any = SimpleNamespace(
-        is_evaluated=True, holdout=holdout, coordinator=SimpleNamespace(add_notice=add_notice)
-    )
+    job = job_of(holdout, coordinator=SimpleNamespace(add_notice=add_notice))
     for _ in range(2):
         build_evaluator(job, recipe_of("simclr"), InMemoryDataset([table], {}), MagicMock())
     assert coordinator.notices() == ["all labels are 0 (a negative one is missing): no periodic kNN"]
@@ -282,9 +290,7 @@ def test_held_out_pairs_that_are_trained_on_are_not_evaluated() -> None:
     holdout = SimpleNamespace(
         is_train=lambda ids: ids < 4, is_reference=lambda ids: ids < 3, is_test=lambda ids: ids >= 4
     )
-    job: Any = SimpleNamespace(
-        is_evaluated=True, holdout=holdout, coordinator=MagicMock(), tokenizer=vocabulary().tokenizer
-    )
+    job = job_of(holdout, tokenizer=vocabulary().tokenizer)
     evaluator = build_evaluator(job, config, rows, PairTransform())
     assert isinstance(evaluator, RetrievalEvaluator)
     assert evaluator.test.sample_id.tolist() == [5, 8]

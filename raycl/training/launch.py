@@ -230,7 +230,7 @@ def _report_skipped(data: DataModule, run: ValidatedRun, report: Printer) -> Non
         for line in source.unread():
             report(line)
     if not data.can_be_evaluated and run.config.evaluation.every_epochs != 0:
-        report("the samples have no labels: no periodic kNN")
+        report("the samples have no labels: no periodic kNN; evaluation.data may name labeled ones")
 
 
 def _check_data(run: ValidatedRun, data: DataModule, described: dict[str, Any]) -> None:
