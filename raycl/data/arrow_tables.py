@@ -54,13 +54,6 @@ class ArrowTables(TableFormat):
         with _reading(place), _open(place) as source:
             yield from row_range(place, _tables(source, names, start), start, stop)
 
-    def column(self, place: Place, name: str, types: pa.Schema | None) -> pa.ChunkedArray:
-        """Return a column of all rows."""
-        with _reading(place), _open(place) as source:
-            schema = pa.schema([_reader(source).schema.field(name)])
-            tables = [schema.empty_table(), *_tables(source, [name], 0)]
-            return pa.concat_tables(tables).unify_dictionaries()[name]
-
 
 def unread_files(uri: str, files: Sequence[str]) -> set[str]:
     """Return the files below ``uri`` in folders that ``datasets`` saved or cached and that are not its data.

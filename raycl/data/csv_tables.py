@@ -9,7 +9,7 @@ from typing import final
 import pyarrow as pa
 from pyarrow import csv
 
-from raycl.data.columns import ColumnNames
+from raycl.data.columns import ColumnNames, is_number
 from raycl.data.ids import EXACT
 from raycl.data.tables import (
     IDS_AND_LABELS,
@@ -71,15 +71,13 @@ class CsvTables(TableFormat):
         self, place: Place, names: Sequence[str], types: pa.Schema | None, *, start: int, stop: int
     ) -> Iterator[tuple[int, pa.Table]]:
         """Yield (position, rows) of a range; reads the file from its beginning."""
-        with _reading(place), open_text(place) as stream:
-            batches = _open(place, stream, names, chosen(types, names))
+        kinds = chosen(types, names)
+        # The lines were read before, so that a column of numbers may only hold other values.
+        is_of_numbers = bool(names) and all(is_number(kind) for kind in kinds.types)
+        remedy = f"give a number in each row of {names[0]!r}" if is_of_numbers else _WHOLE_LINES
+        with _reading(place, remedy), open_text(place) as stream:
+            batches = _open(place, stream, names, kinds)
             yield from row_range(place, (pa.Table.from_batches([batch]) for batch in batches), start, stop)
-
-    def column(self, place: Place, name: str, types: pa.Schema | None) -> pa.ChunkedArray:
-        """Return a column of all rows."""
-        # The lines were read before, so that only numbers, such as weights, may be invalid.
-        with _reading(place, f"give a number in each row of {name!r}"), open_text(place) as stream:
-            return _open(place, stream, [name], chosen(types, [name])).read_all()[name]
 
 
 def _header(place: Place) -> str:

@@ -396,7 +396,7 @@ def _table_source(
     names = list(dict.fromkeys(columns.asked.values()))
     types = reader.shared_types([chosen(each.schema, names) for each in tables], where=uri)
     if columns.weight is not None:
-        parts = ((str(each.place), reader.column(each.place, columns.weight, types)) for each in tables)
+        parts = ((str(each.place), reader.column(each, columns.weight, types)) for each in tables)
         check_weight_columns(parts, where=uri)
     classes = label_names = None
     if columns.label is not None:
@@ -458,9 +458,7 @@ def _classes(
         if are_numbers(first):
             return None, ""
     with ThreadPoolExecutor(8) as pool:
-        distinct = list(
-            pool.map(lambda each: distinct_labels(reader.column(each.place, label, types)), tables)
-        )
+        distinct = list(pool.map(lambda each: distinct_labels(reader.column(each, label, types)), tables))
     if not floats or columns.labels_are_grades:
         return class_names(distinct), ""
     # Floats may all be NaN, of a file without a label.

@@ -62,11 +62,6 @@ class JsonTables(TableFormat):
         """Yield (position, rows) of a range; reads the file from its beginning."""
         yield from row_range(place, _tables(place, chosen(types, names)), start, stop)
 
-    def column(self, place: Place, name: str, types: pa.Schema | None) -> pa.ChunkedArray:
-        """Return a column of all rows."""
-        schema = chosen(types, [name])
-        return pa.concat_tables([schema.empty_table(), *_tables(place, schema)])[name]
-
 
 def _tables(place: Place, schema: pa.Schema | None) -> Iterator[pa.Table]:
     """Yield the rows with the columns of the schema, by default all with types of their own."""

@@ -41,11 +41,6 @@ class LanceTables(TableFormat):
                 yield start, pa.Table.from_batches([batch])
                 start += batch.num_rows
 
-    def column(self, place: Place, name: str, types: pa.Schema | None) -> pa.ChunkedArray:
-        """Return a column of all rows."""
-        with _reading(place):
-            return pa.chunked_array([batch[name] for batch in _batches(place, [name])])
-
 
 def is_lance(place: Place) -> bool:
     """Whether a folder is a Lance table."""

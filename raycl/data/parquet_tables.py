@@ -47,11 +47,6 @@ class ParquetTables(TableFormat):
                     if position >= stop:
                         return
 
-    def column(self, place: Place, name: str, types: pa.Schema | None) -> pa.ChunkedArray:
-        """Return a column of all rows."""
-        with open_parquet(place) as file:
-            return file.read([name])[name]
-
 
 @contextlib.contextmanager
 def open_parquet(place: Place) -> Iterator[pq.ParquetFile]:

@@ -57,9 +57,12 @@ class TableFormat(Protocol):
         """Yield (position, at most 256 rows) of the rows ``start`` to ``stop``; only the columns ``names``."""
         ...
 
-    def column(self, place: Place, name: str, types: pa.Schema | None) -> pa.ChunkedArray:
+    def column(self, file: TableFile, name: str, types: pa.Schema | None) -> pa.ChunkedArray:
         """Return a column of all rows."""
-        ...
+        stop, names = sum(file.group_sizes), [name]
+        parts = self.read(file.place, names, types, start=0, stop=stop) if stop else []
+        nothing = chosen(types or file.schema, names).empty_table()
+        return pa.concat_tables([nothing, *(table for _, table in parts)]).unify_dictionaries()[name]
 
 
 @contextlib.contextmanager

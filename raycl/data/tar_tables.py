@@ -89,11 +89,6 @@ class TarTables(TableFormat):
         """Yield (position, rows) of a range; skips the other files of a plain tar."""
         yield from row_range(place, _tables(place, chosen(types, names), range(start, stop)), start, stop)
 
-    def column(self, place: Place, name: str, types: pa.Schema | None) -> pa.ChunkedArray:
-        """Return a column of all rows."""
-        schema = chosen(types, [name])
-        return pa.concat_tables([schema.empty_table(), *_tables(place, schema, _ALL)])[name]
-
 
 @final
 class _Member(tarfile.TarInfo):
