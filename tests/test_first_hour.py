@@ -64,7 +64,7 @@ def test_each_file_read_by_a_command_was_written_by_an_earlier_step(
                     written.add(parsed.values.get("output"))
                     if parsed.path == "raycl demo":
                         write_digits(Place("demo"))
-                written |= set(re.findall(r" > (\S+)", line))
+                written |= set(re.findall(r"(?: > |^cp \S+ )(\S+)", line))
             if block.language == "python" and "write_bytes" in block.text:
                 exec(compile(block.text, title, "exec"), {})
                 written.add("images")
@@ -127,8 +127,6 @@ def test_the_commands_of_the_first_hour_work_as_documented(tmp_path: Path) -> No
             if block.language == "python":
                 (tmp_path / "step.py").write_text(block.text)
                 hour.run("python step.py")
-            if block.language == "yaml":
-                (tmp_path / "mine.yaml").write_text(block.text)
             for line in lines_of(block):
                 if line and not line.startswith(INSTALL) and IN_A_CLUSTER not in line:
                     perform(hour, title, line)

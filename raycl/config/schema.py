@@ -648,11 +648,11 @@ class EvaluationConfig(Section):
 
     data: str | None = None
     """Address of rows to evaluate on; by default some training rows are held out. If the training rows have no labels,
-    some of these vote, at least half.
+    the other rows of this address vote, at most ``num_train``; then at most half are evaluated.
     """
 
     num_train: Count = 10_000
-    """Labeled training rows that vote."""
+    """Labeled rows that vote."""
 
     num_test: Count = 2_000
     """Rows to evaluate on: of ``evaluation.data``, or held out of training, then at most a tenth of the data."""
