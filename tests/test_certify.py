@@ -644,6 +644,18 @@ def test_a_forged_chain_does_not_hide_another_learning_rate(copy: Path) -> None:
     assert {each.updates for each in found.recomputed if not each.is_equal} == {1}
 
 
+def test_a_loss_after_an_update_may_differ_by_the_rounding_of_float32(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As if the rounding of gradients changed updates by more than the limit.
+    monkeypatch.setattr(recompute, "_AFTER_UPDATE", 0.0)
+    found = raycl.certify(copy, steps=99)
+    assert failed(found) == []
+    assert any(each.relative_difference > 0 for each in found.recomputed if each.updates)
+    monkeypatch.setattr(recompute, "_ROUNDINGS", 0)
+    assert failed(raycl.certify(copy, steps=99)) == ["steps"]
+
+
 def test_losses_of_the_chain_must_be_those_of_the_log(copy: Path) -> None:
     def forge(links: list[dict[str, Any]]) -> None:
         links[1]["losses"]["1"] *= 1.001
