@@ -1,6 +1,6 @@
 """The bank's and the queue's protocol with many workers, on one machine: time, bytes, memory, losses.
 
-    python benchmarks/scale.py [--json scale.json] [--picture scale.png] [--quick]
+    python benchmarks/scale.py [--json scale.json] [--quick]
         [--workers 1 2 4 ...] [--shards 1 4 16] [--rows 100000 ...] [--queue 65536] [--local-batch 64]
         [--num-negatives 4096] [--dim 128] [--processes 8] [--blocks 3] [--steps 8] [--lose-steps 8] [--kills 20]
 
@@ -25,7 +25,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,8 +33,7 @@ from measuring import Line, make_parser, private_mb, report, summarize
 from scale_clients import ClientGroup, Work, add_up, join, process_seconds, run, thread_seconds
 from scale_drill import kill_while_asked, lose_a_shard, num_wrong_keys
 from scale_model import bank_payload, queue_payload
-from scale_report import draw, text
-from scale_store import measure_store
+from scale_report import text
 
 from raycl.negatives.actor import BankActor
 from raycl.negatives.bank import Bank
@@ -149,16 +147,6 @@ def payload(work: Work) -> dict[str, int]:
     return {f"model_{name}": value for name, value in model._asdict().items()}
 
 
-def measure_stores(bank: Bank, work: Work, options: argparse.Namespace) -> list[Line]:
-    """Measure the store of a worker that calls a shard, and of one that calls none, if there is one."""
-    ranks = sorted({0, work.num_workers - 1})
-    return [
-        measure_store(bank, work, rank, num_steps=4 + options.steps, pause_s=options.pause_s)
-        for rank in ranks
-        if rank == 0 or rank >= bank.spec.num_shards
-    ]
-
-
 def write_and_save(groups: list[Any], bank: Bank, work: Work, num_steps: int, number: int) -> None:
     """Make the next steps after those of ``lose_a_shard``, and save the bank."""
     active, first = groups[: work.num_workers], (3 + number) * num_steps
@@ -180,12 +168,9 @@ def plan_cells(options: argparse.Namespace) -> list[tuple[str, int, int, list[in
     return [*banks, ("queue", 1, options.queue, [each for each in options.workers if each <= MAX_QUEUES])]
 
 
-def measure_all(
-    groups: list[Any], options: argparse.Namespace
-) -> tuple[list[Line], list[Line], dict[str, Any]]:
-    """Measure every cell, and lose a shard of the largest bank; return lines, stores, and what was lost."""
+def measure_all(groups: list[Any], options: argparse.Namespace) -> tuple[list[Line], dict[str, Any]]:
+    """Measure every cell, and lose a shard of the largest bank; return the lines and the results of the loss."""
     lines: list[Line] = []
-    of_stores: list[Line] = []
     lost: dict[str, Any] = {}
     plan = plan_cells(options)
     total = sum(len(numbers) for *_, numbers in plan)
@@ -200,16 +185,12 @@ def measure_all(
                         bank.restore(0)  # its rows are numbered
                     work = replace(usual, num_workers=num_workers)
                     lines.append(measure(groups, bank, work, options))
-                    if (kind, shards, rows) == ("memory_bank", max(options.shards), min(options.rows)):
-                        bank.restore(0)
-                        of_stores += measure_stores(bank, work, options)
-                        bank.restore(0)
                 if (kind, shards, rows) == ("memory_bank", max(options.shards), max(options.rows)):
                     most = replace(usual, num_workers=max(numbers))
                     lost = lose_a_shard(groups, bank, most, options.lose_steps)
                     write = partial(write_and_save, groups, bank, most, options.lose_steps)
                     lost["asked"] = kill_while_asked(bank, most, options.kills, write)
-    return lines, of_stores, lost
+    return lines, lost
 
 
 def read_options() -> argparse.Namespace:
@@ -221,10 +202,9 @@ def read_options() -> argparse.Namespace:
         "num_negatives": 4_096,
         "dim": 128,
         "processes": 8,
-        "pause_s": 0.2,
     }
     steps: dict[str, Any] = {"blocks": 3, "steps": 8, "lose_steps": 8, "kills": 20}
-    options = make_parser(__doc__, picture=None, quick=False, **numbers, **sizes, **steps).parse_args()
+    options = make_parser(__doc__, quick=False, **numbers, **sizes, **steps).parse_args()
     if options.quick:
         options.workers, options.shards, options.rows = [1, 2, 4], [1, 2], [10_000, 30_000, 100_000]
         options.processes, options.blocks, options.steps, options.lose_steps = 2, 3, 8, 3
@@ -237,11 +217,9 @@ def main() -> None:
     init_ray(os.environ.get("RAY_ADDRESS") or "local")
     make_group: Any = ray.remote(num_cpus=0)(ClientGroup)
     groups = [make_group.remote() for _ in range(options.processes)]
-    lines, of_stores, lost = measure_all(groups, options)
+    lines, lost = measure_all(groups, options)
     more = {"lost_shard": lost, "seconds": time.monotonic() - began}
-    report(options, lines, text(lines, of_stores, **more), stores=of_stores, **more)
-    if options.picture:
-        draw(lines, of_stores, Path(options.picture))
+    report(options, lines, text(lines, **more), **more)
     ray.shutdown()
 
 

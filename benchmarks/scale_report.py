@@ -1,20 +1,14 @@
-"""Report the lines of ``scale.py``: exponents, the price of a call, the table of docs/scale.md and its picture.
-
-    python benchmarks/scale_report.py scale.json scale.png
+"""Report the lines of ``scale.py``: exponents, the price of a call, and the table of docs/scale.md.
 
 CPU times cover shards and clients, without Ray's own processes.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from measuring import Line, table
-from pictures import BLUES, FAINT, INK, ORANGE, as_logs, panels, save
 
 TITLES = {
     "side": "",
@@ -38,15 +32,6 @@ TITLES = {
     "shard_mb": "MB of a shard",
     "plan_mb": "planned",
     "wrong": "wrong",
-}
-WORKERS = {"calls a shard": "a worker that calls a shard", "calls none": "a worker that calls none"}
-STORES = {
-    "workers": "workers",
-    "worker": "a worker that",
-    "thread_cpu": "CPU of its store, ms",
-    "process_cpu": "CPU of its process, ms",
-    "wall": "wall time, ms",
-    "waited": "waited, ms",
 }
 
 
@@ -103,92 +88,6 @@ def fit(lines: Sequence[Line]) -> dict[str, Any]:
     return {"exponents": exponents, "price_of_a_call": prices}
 
 
-def text(lines: Sequence[Line], of_stores: Sequence[Line], **more: Any) -> str:
-    """Return the tables, and what else was found."""
-    tables = table(lines, **TITLES), table(of_stores, **STORES)
-    return "\n\n".join([*tables, json.dumps({"fits": fit(lines), **more}, indent=2)])
-
-
-def draw(lines: Sequence[Line], of_stores: Sequence[Line], path: Path) -> None:
-    """Draw four panels into a file."""
-    figure, (of_workers, stores, of_calls, of_bytes) = panels(2, 2, 9.0, 6.8)
-    most = max(values(some(lines, side="bank"), "shards"))
-    for number, shards in enumerate(values(some(lines, side="bank"), "shards")):
-        each = sorted(some(lines, side="bank", shards=shards), key=lambda line: line["workers"])
-        x, y = zip(*((line["workers"], line["calls_a_shard"]) for line in each), strict=True)
-        label = f"{shards} shard{'s' * (shards > 1)}"
-        of_workers.plot(x, y, "o-", color=f"C{number}", ms=7 - 2 * number, label=label)
-    x = np.array(values(some(lines, side="bank"), "workers"))
-    of_workers.plot(x, x, "--", color=FAINT, label="one call from each worker")
-    as_logs(of_workers, "workers W", "calls to a shard in a step")
-    for color, (worker, label) in zip((ORANGE, BLUES[2]), WORKERS.items(), strict=True):
-        own = some(of_stores, worker=worker)
-        stores.plot(
-            *zip(*((line["workers"], line["thread_cpu"]) for line in own), strict=True),
-            "o-",
-            ms=4,
-            color=color,
-            label=label,
-        )
-    as_logs(stores, f"workers W, {most} shards", "CPU of a worker's store in a step, ms")
-    draw_calls(of_calls, some(lines, side="bank"))
-    draw_bytes(of_bytes, lines)
-    for axes in (of_workers, stores, of_calls, of_bytes):
-        axes.legend(fontsize=7, frameon=False)
-        axes.grid(alpha=0.25, lw=0.6)
-    save(figure, path)
-
-
-def draw_calls(axes: Axes, lines: Sequence[Line]) -> None:
-    """CPU of a call against its rows."""
-    for name, label, color in (("shard_us", "shard", BLUES[2]), ("client_us", "client", ORANGE)):
-        x = np.array([line["rows_a_call"] for line in lines])
-        axes.plot(x, [line[name] for line in lines], "o", color=color, ms=4, alpha=0.7)
-        a_call, a_row = price_of_a_call(lines, name)
-        ends = np.array([x.min(), x.max()])
-        axes.plot(
-            ends,
-            a_call + a_row * ends,
-            color=color,
-            label=f"{label}: {a_call:,.0f} µs + {a_row:.2f} µs a row",
-        )
-    as_logs(axes, "rows asked and written in a call", "CPU a call, µs")
-
-
-def draw_bytes(axes: Axes, lines: Sequence[Line]) -> None:
-    """Bytes of a step's calls: the model, counted in messages, and on the network."""
-    bars = {"bank": ("sent", "received"), "queue": ("sent",)}
-    most = {
-        side: max(some(lines, side=side), key=lambda line: (line["shards"], line["workers"])) for side in bars
-    }
-    places = [(side, way) for side, ways in bars.items() for way in ways]
-    kinds = {
-        "model": [most[side][f"model_{way}"] for side, way in places],
-        "arrays in messages": [most[side][way] for side, way in places],
-        "TCP, as the kernel counts": [most[side][f"tcp_{way}"] for side, way in places],
-    }
-    for number, ((label, sizes), color) in enumerate(
-        zip(kinds.items(), (FAINT, BLUES[1], ORANGE), strict=True)
-    ):
-        for at, size in enumerate(sizes):
-            bar = axes.bar(at + 0.27 * (number - 1), size / 1e3, 0.25, color=color, label="" if at else label)
-            axes.bar_label(bar, [f"{size / 1e3:,.0f}"], fontsize=7, color=INK)
-    most_bytes = max(size for sizes in kinds.values() for size in sizes)
-    axes.set(
-        yscale="log", ylabel="KB a step, all workers", ylim=(5, 20 * most_bytes / 1e3)
-    )  # below the legend
-    axes.set_xticks(range(len(places)), [f"{side},\n{way}" for side, way in places])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("result", type=Path)
-    parser.add_argument("picture", type=Path)
-    options = parser.parse_args()
-    found = json.loads(options.result.read_text())
-    print(text(found["lines"], found["stores"]))
-    draw(found["lines"], found["stores"], options.picture)
-
-
-if __name__ == "__main__":
-    main()
+def text(lines: Sequence[Line], **more: Any) -> str:
+    """Return the table, the fits and other results."""
+    return "\n\n".join([table(lines, **TITLES), json.dumps({"fits": fit(lines), **more}, indent=2)])

@@ -74,8 +74,8 @@ def one_worker(work: Work, rank: int, num_steps: int) -> Iterator[None]:
         yield
 
 
-def measure_store(bank: Bank, work: Work, rank: int, *, num_steps: int, pause_s: float) -> Line:
-    """Make the store's part of some steps, with a pause where a worker computes."""
+def measure_store(bank: Bank, work: Work, rank: int, *, num_steps: int) -> Line:
+    """Make the store's part of some steps."""
     rows = torch.nn.functional.normalize(torch.randn(work.local_batch, work.dim), dim=1)
     spent: list[dict[str, float]] = []
     with one_worker(work, rank, num_steps + 2):
@@ -94,13 +94,10 @@ def measure_store(bank: Bank, work: Work, rank: int, *, num_steps: int, pause_s:
             )
             before = _clocks(client)
             store.fetch(views, step=step)
-            paused = _clocks(client)
-            time.sleep(pause_s)
-            resumed = _clocks(client)
             store.start_download(rows, views)
             store.update(step=step)
             after = _clocks(client)
-            spent.append({name: after[name] - resumed[name] + paused[name] - before[name] for name in after})
+            spent.append({name: after[name] - before[name] for name in after})
         client.flush()
     middle = {name: 1e3 * statistics.median(each[name] for each in spent[WARMUP:]) for name in spent[0]}
     calls = bank.spec.num_shards > rank
@@ -160,7 +157,7 @@ def measure_here(work: Work, rank: int, *, num_shards: int, num_steps: int) -> L
         write_samples(spec, np.arange(work.num_rows))
         with patch.object(rpc, "ray", SimpleNamespace(get=lambda answer, timeout: answer)):
             bank, ShardHere.cpu_s = Bank(spec, [ShardHere(spec, shard) for shard in range(num_shards)]), 0.0
-            line = measure_store(bank, work, rank, num_steps=num_steps, pause_s=0.0)
+            line = measure_store(bank, work, rank, num_steps=num_steps)
     shard_ms = 1e3 * ShardHere.cpu_s / num_steps
     return line | {"shard_cpu": shard_ms, "thread_cpu": line["thread_cpu"] - shard_ms}
 
