@@ -132,6 +132,17 @@ class UnlabeledColumnNames(ColumnNames):
 
 
 @final
+class OptionalLabelColumnNames(ColumnNames):
+    """The columns of rows that may lack the named column of labels, which other rows have."""
+
+    def found_in(self, names: Sequence[str], *, where: str) -> ColumnNames:
+        """Return the columns to read; raises ``DataError`` if another named column does not exist."""
+        if self.label in names:
+            return ColumnNames(**vars(self)).found_in(names, where=where)
+        return UnlabeledColumnNames(**vars(self) | {"label": None}).found_in(names, where=where)
+
+
+@final
 class ColumnNamesWithoutNegatives(ColumnNames):
     """The columns of pairs without their explicit negatives: columns of the usual names are not read."""
 

@@ -27,7 +27,7 @@ from raycl.data.prefetch import Prefetched
 from raycl.data.split import Keep
 from raycl.data.tables import TableFormat
 from raycl.data.tar_tables import TarTables
-from raycl.storage import Place
+from raycl.storage import Place, absolute
 
 FILES: tuple[TableFormat, ...] = (ParquetTables(), CsvTables(), JsonTables(), ArrowTables(), TarTables())
 # Their files may move when the table is compacted. Delta and Iceberg list parquet files.
@@ -149,6 +149,13 @@ class Source:
             num_rows[each.file] += each.num_rows
             paths.update(json.dumps(each.paths).encode())
         return hashlib.sha256(json.dumps([*num_rows.items(), paths.hexdigest()]).encode()).hexdigest()
+
+    @property
+    def files(self) -> Iterator[str]:
+        """The absolute addresses of the files; a file of several fragments may be repeated."""
+        for each in self.fragments:
+            place = Place(absolute(each.place.uri))
+            yield from (f"{place.uri}/{path}" for path in each.paths) if each.paths else [place.uri]
 
     @property
     def num_rows(self) -> int:

@@ -145,7 +145,7 @@ def _unmet_needs(source: Source, config: RunConfig) -> Iterator[CheckResult]:
     checks: tuple[tuple[str, Callable[[], object]], ...] = (
         ("labels", lambda: check_no_splits(source)),
         ("text.corpus", lambda: find_corpus(config)),
-        ("evaluation.data", lambda: find_evaluation_rows(config, [source.uri])),
+        ("evaluation.data", lambda: find_evaluation_rows(config, [source])),
         ("labels", lambda: check_has_labels(config, source.has_labels, source.ignored_label)),
     )
     for name, check in checks:

@@ -38,7 +38,7 @@ class RunCoordinator:
 
     def __init__(self, tags: Mapping[str, str] | None = None, journal: str | None = None) -> None:
         self._fragments: dict[str, ReadStats] = {}
-        self._totals: dict[str, ReadStats] = {}  # by prefix, until a count changes
+        self._totals: dict[tuple[str, str | None], ReadStats] = {}  # by prefixes, until a count changes
         self._is_saved = True  # whether the output has all counts
         self._progress: dict[str, Any] = {}
         self._notices: list[str] = []
@@ -109,14 +109,15 @@ class RunCoordinator:
         known = self._standby_nodes.intersection(nodes)
         return [node for node in nodes if node not in known][: max(0, most - len(known))]
 
-    def rows(self, prefix: str = "") -> ReadStats:
-        """Return the counts over all fragments whose names begin with ``prefix``."""
-        if prefix not in self._totals:
-            self._totals[prefix] = total = ReadStats()
+    def rows(self, prefix: str = "", excluded: str | None = None) -> ReadStats:
+        """Return the counts over all fragments whose names begin with ``prefix``, and not with ``excluded``."""
+        key = prefix, excluded
+        if key not in self._totals:
+            self._totals[key] = total = ReadStats()
             for fragment, stats in sorted(self._fragments.items(), key=itemgetter(0)):
-                if fragment.startswith(prefix):
+                if fragment.startswith(prefix) and not (excluded and fragment.startswith(excluded)):
                     total.merge(stats)
-        return self._totals[prefix]
+        return self._totals[key]
 
     def num_train(self) -> dict[str, int]:
         """Return the number of training rows of each fragment."""
@@ -182,14 +183,14 @@ def _stats_of(counts: Mapping[str, Any]) -> ReadStats:
     return ReadStats(**{**counts, **counters})
 
 
-def rows_in(coordinator: Any, prefix: str = "") -> ReadStats:
+def rows_in(coordinator: Any, prefix: str = "", excluded: str | None = None) -> ReadStats:
     """Return the counts of ``RunCoordinator.rows`` so far; retries while Ray restarts a dead actor."""
     if isinstance(coordinator, RunCoordinator):
-        return coordinator.rows(prefix)
+        return coordinator.rows(prefix, excluded)
     until = time.monotonic() + _RESTART_S
     while True:
         try:
-            return ray.get(coordinator.rows.remote(prefix))  # pyright: ignore[reportReturnType]
+            return ray.get(coordinator.rows.remote(prefix, excluded))  # pyright: ignore[reportReturnType]
         except (ActorDiedError, ActorUnavailableError):
             if time.monotonic() > until:
                 raise

@@ -25,7 +25,7 @@ from raycl.storage import Place
 from raycl.tokenization import Tokenizer, Vocabulary
 from raycl.training.data_set import DataSet, DecodedRows, learn_vocabulary, texts_per_row
 from raycl.training.guide import GuideTables, read_guide
-from raycl.training.job import EvaluationRows
+from raycl.training.job import EVALUATION_PREFIX, EvaluationRows
 from raycl.training.preflight import check_classes, check_has_labels, describe_unlabeled, id_columns
 from raycl.training.transforms import build_formats
 
@@ -127,7 +127,7 @@ class DataModule:
 
     def read_rows(self) -> list[DecodedRows]:
         """Read the rows to keep in memory by data set: all, or only a stream's evaluation rows, if any."""
-        here = self._is_read_here()
+        here = self._is_read_here(self.data_sets)
         if not self.streamed:
             return [each.read(self._decoder(each), here=here) for each in self.data_sets]
         if self.holdout.reference == 0:
@@ -135,31 +135,42 @@ class DataModule:
         decoder = self._decoder(self._first, self.holdout.is_evaluated, count=self.holdout.is_test)
         return [self._first.read(decoder, self._evaluated, here=here)]
 
-    def read_evaluation_rows(self) -> EvaluationRows | None:
-        """Read the rows of ``evaluation.data``, if any, after the training rows are counted.
+    def read_evaluation_rows(self, decoded: Sequence[DecodedRows]) -> EvaluationRows | None:
+        """Read the rows of ``evaluation.data``, if any; ``decoded`` are the training rows in memory.
 
         Raises ``DataError`` if too many are invalid.
         """
         if self._evaluation is None:
             return None
-        config, prefix = self._config, "evaluation.data: "
-        data_set = DataSet(config, self._coordinator, self._evaluation, prefix=prefix)
-        num_train, seed = config.evaluation.num_train, config.seed
+        settings, seed = self._config.evaluation, self._config.seed
+        data_set = DataSet(self._config, self._coordinator, self._evaluation, prefix=EVALUATION_PREFIX)
+        has_references = self._config.has_two_towers or any(map(self._has_labeled_reference, decoded))
         split = make_split(
             data_set.num_rows,
-            num_test=config.evaluation.num_test,
-            num_train=0 if self._has_voters else num_train,
+            num_test=settings.num_test,
+            num_train=0 if has_references else settings.num_train,
             seed=seed,
-            max_fraction=1.0 if self._has_voters else 0.5,
+            max_fraction=1.0 if has_references else 0.5,
         )
         decoder = replace(
             self._decoder(data_set, split.is_evaluated),
-            formats=build_formats(config, self._tokenizer, data_set.columns),
+            formats=build_formats(self._config, self._tokenizer, data_set.columns),
             holdout=Holdout(seed=seed, test=1.0),  # none is a training row
         )
-        decoded = data_set.read(decoder, here=self._is_read_here())
-        data_set.stats().check(config.data.max_invalid_fraction)
-        return EvaluationRows(blocks=tuple(decoded.blocks()), columns=data_set.columns, split=split)
+        rows = data_set.read(decoder, here=self._is_read_here([data_set]))
+        data_set.stats().check(self._config.data.max_invalid_fraction)
+        return EvaluationRows(blocks=tuple(rows.blocks()), columns=data_set.columns, split=split)
+
+    def _has_labeled_reference(self, decoded: DecodedRows) -> bool:
+        """Whether a training row that the periodic kNN may compare with has a label; -1 and null are none."""
+        return any(
+            bool(
+                (
+                    table["label"].to_numpy()[self.holdout.is_reference(table["sample_id"].to_numpy())] >= 0
+                ).any()
+            )
+            for table in decoded.columns(["sample_id", "label"])
+        )
 
     def counts(self, steps: Sequence[int]) -> dict[str, dict[str, Any]]:
         """Return the steps and the numbers of rows of each of several data sets by name."""
@@ -251,8 +262,8 @@ class DataModule:
 
     @property
     def _has_voters(self) -> bool:
-        """Whether the training rows are compared with those to evaluate: they have labels, or are pairs."""
-        return self._config.has_two_towers or self._first.has_labels
+        """Whether the training rows are compared with those to evaluate: they have a column of labels, or are pairs."""
+        return self._config.has_two_towers or (self._first.has_labels and self._first.classes != ())
 
     def _matched(self, evaluation: Source) -> Source:
         """Return the rows of ``evaluation.data`` with the numbers of the training rows' classes.
@@ -265,7 +276,7 @@ class DataModule:
                 f"evaluation.data ({evaluation.uri}) has the columns {', '.join(theirs)}, and the training rows have "
                 f"{', '.join(own)}; give both the same columns"
             )
-        if not self._first.has_labels or self._config.has_two_towers:
+        if not self._has_voters or self._config.has_two_towers:
             self.classes = self.classes or evaluation.classes
             return evaluation
         sources = [each.source for each in self.data_sets] + [evaluation]
@@ -285,10 +296,10 @@ class DataModule:
             )
         return replace(evaluation, classes=self.classes)
 
-    def _is_read_here(self) -> bool:
+    def _is_read_here(self, data_sets: Sequence[DataSet]) -> bool:
         """Whether this process decodes the rows, which are few: Ray would start processes for that, for seconds."""
-        data = [(each.source, each.columns, each.num_rows) for each in self.data_sets if each.source]
-        if not is_own_ray() or self.num_rows * _ROW_BYTES > _HERE_BYTES:
+        data = [(each.source, each.columns, each.num_rows) for each in data_sets if each.source]
+        if not is_own_ray() or sum(each.num_rows for each in data_sets) * _ROW_BYTES > _HERE_BYTES:
             return False
         return decoded_bytes(self._config, data) <= _HERE_BYTES
 

@@ -60,6 +60,7 @@ class EvaluationRows:
     split: Holdout
 
 
+EVALUATION_PREFIX = "evaluation.data: "  # of the names by which the coordinator counts these rows
 _MIN_ROWS_CHECKED = 1_000  # rows of a stream before its invalid fraction is checked
 
 
@@ -177,7 +178,8 @@ class Job:
             return
         min_rows = min(_MIN_ROWS_CHECKED, sum(self.num_train))
         try:
-            rows_in(self.coordinator).check(self.config.data.max_invalid_fraction, min_rows=min_rows)
+            read = rows_in(self.coordinator, excluded=EVALUATION_PREFIX)
+            read.check(self.config.data.max_invalid_fraction, min_rows=min_rows)
         except DataError:
             (self.output / READ_ROWS).delete()  # a run that resumes on corrected rows counts them again
             raise

@@ -183,6 +183,7 @@ def train_validated(
             streamed=data.streamed,
             label_names=names.pop() if len(names) == 1 else None,
             files=[source.files_fingerprint for source in run.sources],
+            evaluation=run.evaluation,
             own_network=encoder is not None,
         )
         _check_data(run, data, described)
@@ -268,7 +269,7 @@ def _read_data(
         described["weights"] = [each.fingerprint(["sample_id", "weight.value"]) for each in decoded]
         check_same_data(run.output, described)
     blocks = tuple(tuple(each.blocks()) for each in decoded)
-    evaluation = data.read_evaluation_rows()
+    evaluation = data.read_evaluation_rows(decoded)
     return Job(
         config=config,
         output=run.output,

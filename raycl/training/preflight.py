@@ -20,6 +20,7 @@ from raycl.data.columns import (
     ColumnNames,
     ColumnNamesWithoutNegatives,
     CorpusColumnNames,
+    OptionalLabelColumnNames,
     UnlabeledColumnNames,
     check_labels,
 )
@@ -128,7 +129,7 @@ def validate_run(
             resumed=resume,
             sources=tuple(sources),
             corpus=find_corpus(config),
-            evaluation=find_evaluation_rows(config, data),
+            evaluation=find_evaluation_rows(config, sources),
         )
 
 
@@ -354,6 +355,9 @@ def column_names(config: RunConfig) -> ColumnNames:
     unused = {role for role in named if why_inactive(config, f"data.columns.{role}")}
     if config.negatives.explicit is False:
         return ColumnNamesWithoutNegatives(**named | dict.fromkeys({*unused, "negatives", "negative_ids"}))
+    has_other_labels = config.evaluation.data is not None and not config.has_two_towers
+    if has_other_labels and not config.needs_labels and named["label"] is not None:
+        return OptionalLabelColumnNames(**named | dict.fromkeys(unused))
     return ColumnNames(**named | dict.fromkeys(unused))
 
 
@@ -372,21 +376,24 @@ def find_corpus(config: RunConfig) -> Source | None:
     return find_source(config.text.corpus, CorpusColumnNames(**{"image": None, **named}))
 
 
-def find_evaluation_rows(config: RunConfig, data: Sequence[str]) -> Source | None:
-    """Find the rows of ``evaluation.data``, which are labeled or pairs; the run trains on ``data``."""
+def find_evaluation_rows(config: RunConfig, sources: Sequence[Source]) -> Source | None:
+    """Find the rows of ``evaluation.data``, which are labeled or pairs; the run trains on ``sources``."""
     uri = config.evaluation.data
     if uri is None:
         return None
-    if repeated([uri, *dict.fromkeys(data)]):
-        raise ConfigError(
-            f"evaluation.data is {uri}, and the run trains on it; give other rows, or remove evaluation.data to hold out some"
-        )
     unused = dict.fromkeys(("negatives", "negative_ids", "weight"))
     kind = ColumnNamesWithoutNegatives if config.data.kind == "pairs" else ColumnNames
     if config.data.kind == "image_text":
         kind, unused = UnlabeledColumnNames, unused | {"label": None}
-    source = find_source(uri, kind(**vars(column_names(config)) | unused))
+    named = {**vars(column_names(config)), "label": config.data.columns.label}
+    source = find_source(uri, kind(**named | unused))
     check_no_splits(source)
+    trained = {file for each in sources for file in each.files}
+    if shared := next((file for file in source.files if file in trained), None):
+        raise ConfigError(
+            f"evaluation.data ({uri}) has the file {shared}, and the run trains on it; give other rows, or remove "
+            "evaluation.data to hold out some"
+        )
     if not config.has_two_towers and not source.has_labels:
         cause = f"column 'label' holds {source.ignored_label}" if source.ignored_label else "there are none"
         raise DataError(
@@ -514,15 +521,26 @@ def check_same_data(output: Place, now: dict[str, Any]) -> None:
             f"the data were {_kept(before)} and would be {_kept(now)} on this cluster, in another order; "
             "set data.cache to materialize or stream, as at first, or give another --output"
         )
-    if "weights" in before and "weights" in now and before["weights"] != now["weights"]:
-        raise ConfigError(
-            f"the run began with other weights of rows than there are now in {now['data'] or 'the dataset'}; "
-            "give the same data, or another --output"
-        )
+    _check_same_contents(before, now)
     if now["streamed"] and "workers" in before:
         raise ConfigError(
             "the run began with an earlier version of raycl, which streamed the rows in another order; "
             "give another --output"
+        )
+
+
+def _check_same_contents(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to resume with other weights, or other rows to evaluate."""
+    changed = {key for key in before.keys() & now.keys() if before[key] != now[key]}
+    if "weights" in changed:
+        raise ConfigError(
+            f"the run began with other weights of rows than there are now in {now['data'] or 'the dataset'}; "
+            "give the same data, or another --output"
+        )
+    if "evaluation" in changed:
+        raise ConfigError(
+            "the run began with other rows or classes in evaluation.data than there are now; give the same rows, or another "
+            "--output"
         )
 
 
@@ -534,14 +552,22 @@ def describe_data(
     streamed: bool,
     label_names: Sequence[str] | None = None,
     files: Sequence[str | None] = (),
+    evaluation: Source | None = None,
     own_network: bool = False,
 ) -> dict[str, Any]:
     """Return the content of ``data.json``, which a resumed run is compared with.
 
     ``rows`` are the numbers of rows of each data set, and ``data`` their addresses, if they have any. ``label_names``
     are the names of integer labels, for display. ``files`` are the fingerprints of the files, of sources alone.
-    ``own_network`` marks a run whose network no name builds.
+    ``evaluation`` are the rows of ``evaluation.data``. ``own_network`` marks a run whose network no name builds.
     """
+    validation = {}
+    if evaluation is not None:
+        validation = {
+            "num_rows": evaluation.num_rows,
+            "classes": evaluation.classes and list(evaluation.classes),
+            "files": evaluation.files_fingerprint,
+        }
     return {
         "data": None if not data else data[0] if len(data) == 1 else list(data),
         "num_rows": sum(rows),
@@ -550,6 +576,7 @@ def describe_data(
         **({"files": list(files)} if any(files) else {}),
         "classes": classes,
         **({"label_names": list(label_names)} if label_names else {}),
+        **({"evaluation": validation} if validation else {}),
         **({OWN_NETWORK: True} if own_network else {}),
     }
 

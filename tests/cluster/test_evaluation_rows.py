@@ -1,6 +1,7 @@
 """Periodic evaluation on the rows of ``evaluation.data``."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,14 @@ import ray
 import raycl
 from raycl.config import RunConfig
 from raycl.data.columns import ColumnNames
+from raycl.data.read_stats import ReadStats
 from raycl.embedding_snapshot import read_probe_set
 from raycl.errors import ConfigError, DataError
+from raycl.recipes import recipe
 from raycl.records import read_metrics
 from raycl.storage import Place
+from raycl.training.coordinator import RunCoordinator
+from raycl.training.job import EVALUATION_PREFIX, Job
 from tests.cluster.test_run import small_run
 from tests.cluster.test_texts import run_of
 from tests.images import write_digits
@@ -92,6 +97,48 @@ def test_labeled_rows_evaluate_training_without_labels(
     assert result.final["knn_top1"] == pytest.approx(expected["top1"], abs=1e-9)
 
 
+@pytest.mark.parametrize("missing", ["-1", "null", "another column"])
+def test_rows_of_a_training_set_without_any_label_do_not_vote(
+    missing: str, files: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    _, unlabeled, others = files
+    settings: dict[str, Any] = {
+        "data.max_invalid_fraction": 0.05,
+        "stages.0.epochs": None,
+        "stages.0.steps": 1,
+    }
+    table = pq.read_table(unlabeled)
+    if missing == "another column":
+        named = pq.read_table(others).rename_columns(["image", "category"])
+        pq.write_table(named, others := tmp_path / "named.parquet")
+        settings["data.columns.label"] = "category"
+    else:
+        labels = [-1] * NUM_TRAIN if missing == "-1" else pa.nulls(NUM_TRAIN)
+        table = table.append_column("label", pa.array(labels) if missing == "-1" else labels)
+    pq.write_table(table, tmp_path / "train.parquet")
+    result = raycl.train(
+        config_of(others, **settings), data=tmp_path / "train.parquet", output=tmp_path / "run", quiet=True
+    )
+    probes = read_probe_set(Place(str(tmp_path / "run")))
+    assert 0.35 < len(probes.sample_id) / NUM_OTHERS < 0.65
+    assert 0 < result.final["knn_top1"] < 1
+
+
+def test_rows_to_evaluate_do_not_count_among_the_invalid_rows_of_a_stream() -> None:
+    coordinator = RunCoordinator()
+    coordinator.add_rows(f"{EVALUATION_PREFIX}val:0", ReadStats(num_rows=2_000))
+    read = ReadStats(num_rows=5_000)
+    read.invalid["not an image"] = 65
+    coordinator.add_rows("train:0", read)
+    config = recipe("simclr")
+    place = Place("/nowhere")
+    job: Any = SimpleNamespace(
+        stream=object(), num_train=(5_000,), coordinator=coordinator, config=config, output=place
+    )
+    with pytest.raises(DataError, match="65 of 5000 rows are invalid"):
+        Job.check_streamed_rows(job)
+
+
 def pairs_of(rows: range) -> pa.Table:
     texts = invented_texts(rows.stop, seed=3)[rows.start :]
     return pa.table(
@@ -142,6 +189,15 @@ def test_other_rows_resume_at_another_address_only(files: tuple[Path, Path, Path
         config_of(copy, **longer), data=train, output=tmp_path / "run", resume=True, quiet=True
     )
     assert result.epochs == 2
+    pq.write_table(pq.read_table(others).slice(1), copy)
+    with pytest.raises(ConfigError, match="other rows or classes in evaluation.data than there are now"):
+        raycl.train(
+            config_of(copy, **longer | {"stages.0.epochs": 3}),
+            data=train,
+            output=tmp_path / "run",
+            resume=True,
+            quiet=True,
+        )
     values = [line["knn_top1"] for line in read_metrics(Place(str(tmp_path / "run"))) if "knn_top1" in line]
     assert len(values) == 3  # before the first step, and after each epoch
 
@@ -165,7 +221,12 @@ def test_rows_that_do_not_fit_are_refused(files: tuple[Path, Path, Path], tmp_pa
         assert not (tmp_path / "run" / "config.yaml").exists()
         return str(raised.value)
 
-    assert "the run trains on it" in refusal(train, train)
+    days = tmp_path / "days"
+    days.mkdir()
+    for name in ("first", "last"):
+        (days / f"{name}.parquet").write_bytes(train.read_bytes())
+    for one, other in ((train, train), (days, days / "last.parquet"), (days / "first.parquet", days)):
+        assert "and the run trains on it; give other rows" in refusal(one, other)
     assert f"needs labels in evaluation.data ({unlabeled})" in refusal(train, unlabeled)
     assert "acts only with evaluation.every_epochs other than 0" in refusal(
         train, others, **{"evaluation.every_epochs": 0}
