@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from raycl.batchnorm import replace_batchnorm, split_batchnorm, synchronize
 from raycl.config import RunConfig
 from raycl.errors import ConfigError, StorageError
-from raycl.models.custom import has_unused_parameters
+from raycl.models.custom import unused_parameters
 from raycl.models.encoder_io import example_of, save_encoder
 from raycl.models.image import representation_dim
 from raycl.models.registry import KEY, OWN, TOKENIZER, VITS
@@ -162,13 +162,16 @@ def _check_state(encoder: nn.Module) -> None:
             )
 
 
-def leaves_parameters_unused(config: RunConfig, towers: Towers, vocabulary: Vocabulary | None = None) -> bool:
-    """Whether an encoder has a trainable parameter without a part in its output, such as a classifier's."""
+def find_unused_parameters(
+    config: RunConfig, towers: Towers, vocabulary: Vocabulary | None = None
+) -> set[nn.Parameter]:
+    """Return the trainable parameters without a part in the output of their encoder, such as a classifier's."""
     specs = encoder_specs(config, None if vocabulary is None else vocabulary.tokenizer)
-    return any(
-        has_unused_parameters(tower.encoder, example_of(spec))
+    found = (
+        unused_parameters(tower.encoder, example_of(spec))
         for tower, spec in zip(towers.towers, specs, strict=True)
     )
+    return set[nn.Parameter]().union(*found)
 
 
 def build_prediction_head(config: RunConfig) -> Tower | None:

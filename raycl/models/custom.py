@@ -61,8 +61,8 @@ def output_dim(encoder: nn.Module, example: Tensor, *, inputs: str) -> int:
     return output.shape[1]
 
 
-def has_unused_parameters(encoder: nn.Module, example: Tensor) -> bool:
-    """Whether a trainable parameter has no part in the output for an example [1, ...]."""
+def unused_parameters(encoder: nn.Module, example: Tensor) -> set[nn.Parameter]:
+    """Return the trainable parameters without a part in the output for an example [1, ...], in evaluation mode."""
     was_training = encoder.training
     device = device_of(encoder)
     output = encoder.eval()(example.to(device))
@@ -76,7 +76,7 @@ def has_unused_parameters(encoder: nn.Module, example: Tensor) -> bool:
             found.add(node)
             ahead += [each for each, _ in node.next_functions]
     used = {getattr(node, "variable", None) for node in found}
-    return any(each.requires_grad and each not in used for each in encoder.parameters())
+    return {each for each in encoder.parameters() if each.requires_grad and each not in used}
 
 
 def _import_function(name: str, section: str) -> Callable[..., Any]:

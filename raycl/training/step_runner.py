@@ -12,7 +12,7 @@ from raycl.data.sampler import BatchShard
 from raycl.distributed import check_equal, num_workers, rank
 from raycl.distributed.device_copy import use_channels_last
 from raycl.losses.objective import Objective
-from raycl.models.build import build_towers, leaves_parameters_unused
+from raycl.models.build import build_towers, find_unused_parameters
 from raycl.training.checkpoint import Restored
 from raycl.training.job import Job
 from raycl.training.key_encoders import KeyClient
@@ -66,14 +66,15 @@ class StepRunner:
 
         self.towers = build_towers(config, job.vocabulary, job.network).to(device)
         use_channels_last(self.towers)
-        leaves_unused = num_workers() > 1 and leaves_parameters_unused(config, self.towers, job.vocabulary)
+        is_alone = num_workers() == 1
+        unused = set() if is_alone else find_unused_parameters(config, self.towers, job.vocabulary)
         self.state = TrainState.build(config, self.towers, num_samples=job.num_samples)
         if restored is not None:
             self.state.load_state_dict(restored.train_state)
         self.store = self._open_store(restored)
         self.miner = self._join_miner(restored)
         self._use_embed_config()
-        self.state.wrap_ddp(device, leaves_unused=leaves_unused)
+        self.state.wrap_ddp(device, unused=unused)
         self.keys = self._join_key_pool()
 
     @property

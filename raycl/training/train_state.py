@@ -1,6 +1,6 @@
 """The state that training changes, except the store: towers and their averages, heads, optimizer, temperature."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast, final
@@ -117,6 +117,7 @@ class TrainState:
         self.max_grad_norm = max_grad_norm
         self._seed, self._embed_config = seed, EmbedConfig()
         self._parallel: nn.Module = tower
+        self._used: Sequence[nn.Parameter] = ()  # the tower's parameters in its output, of several workers
 
     @classmethod
     def build(cls, config: RunConfig, towers: Towers, *, num_samples: int | None) -> "TrainState":
@@ -186,9 +187,13 @@ class TrainState:
         weights = stage.matryoshka_weights or [1.0] * len(stage.matryoshka_dims)
         return Matryoshka(objective=objective, dims=stage.matryoshka_dims, weights=weights)
 
-    def wrap_ddp(self, device: torch.device, *, leaves_unused: bool = False) -> None:
-        """Average gradients with the other workers from now on; collective. Arguments as of ``average_gradients``."""
-        self._parallel = average_gradients(self.tower, device, leaves_unused=leaves_unused)
+    def wrap_ddp(self, device: torch.device, *, unused: Set[nn.Parameter] = frozenset()) -> None:
+        """Average gradients with the other workers from now on; collective. ``unused`` parameters have no gradient."""
+        self._parallel = average_gradients(self.tower, device, leaves_unused=bool(unused))
+        if num_workers() > 1:
+            self._used = [
+                each for each in self.tower.parameters() if each.requires_grad and each not in unused
+            ]
 
     def set_embed_config(self, config: EmbedConfig) -> None:
         """Use this configuration from now on; raises ``ConfigError`` if no activations can be recomputed."""
@@ -246,6 +251,10 @@ class TrainState:
         """Store the gradient of the mean loss over all workers in the parameters; collective."""
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
+        # Workers that skip layers at random skip different ones, and all must send equal lists.
+        for parameter in self._used if self._embed_config.chunk_size is not None else ():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         average_(parameter.grad for parameter in self._not_averaged() if parameter.grad is not None)
 
     def update(self) -> Tensor | None:

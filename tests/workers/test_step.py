@@ -1,5 +1,6 @@
 """A complete step on several workers equals a step in one process on the whole batch."""
 
+import copy
 import functools
 import json
 from pathlib import Path
@@ -19,8 +20,9 @@ from raycl.losses import nt_xent
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.nt_xent import NtXent
 from raycl.losses.objective import StoreBatch
-from raycl.models.build import build_towers, leaves_parameters_unused
+from raycl.models.build import build_towers, find_unused_parameters
 from raycl.models.towers import Tower, build_projection_head
+from raycl.optim import build_optimizer
 from raycl.recipes import recipe
 from raycl.training.step import train_step
 from raycl.training.stores import build_store
@@ -316,7 +318,52 @@ def test_workers_train_an_encoder_with_a_layer_that_the_forward_pass_leaves_out(
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
+class RandomDepth(nn.Module):
+    """Six layers, of which each pass in training mode keeps three at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        kept = torch.randperm(6)[:3].tolist() if self.training else range(6)
+        for number in sorted(kept):
+            rows = rows + torch.relu(self.layers[number](rows))
+        return rows
+
+
+def gradients_of_random_depth(rank: int, num_workers: int, chunk_size: int) -> list[tuple[Any, Any]]:
+    """Return the averaged gradient of each parameter, and the one of this worker's part of the loss."""
+    torch.manual_seed(0)
+    tower = Tower(RandomDepth(), build_projection_head(8, num_layers=1, hidden_dim=None, dim=8)).train()
+    own = copy.deepcopy(tower)
+    state = TrainState(tower, build_optimizer("sgd", tower, momentum=0.0))
+    state.set_embed_config(EmbedConfig(chunk_size=chunk_size))
+    state.wrap_ddp(torch.device("cpu"))
+    rows, weights = torch.randn(4, 8), torch.randn(4, 8)
+    torch.manual_seed(rank)  # of the layers
+    state.backward((state.encode(rows) * weights).sum())
+    torch.manual_seed(rank)
+    chunks = rows.split(chunk_size)
+    torch.cat([own(chunk) for chunk in chunks]).mul(weights).sum().backward()
+    pairs = zip(tower.parameters(), own.parameters(), strict=True)
+    return [(one.grad, torch.zeros_like(two) if two.grad is None else two.grad) for one, two in pairs]
+
+
+@pytest.mark.parametrize("chunk_size", [2, 4])
+def test_workers_that_skip_different_layers_average_the_gradients_of_equal_parameters(
+    chunk_size: int,
+) -> None:
+    found = run_workers(gradients_of_random_depth, 2, chunk_size)
+    is_skipped = [[not own.any() for _, own in each] for each in found]
+    assert is_skipped[0] != is_skipped[1] or chunk_size == 2
+    for of_first, of_second in zip(*found, strict=True):
+        mean = (of_first[1] + of_second[1]) / 2
+        assert torch.allclose(of_first[0], mean, atol=1e-6)
+        assert torch.equal(of_first[0], of_second[0])
+
+
 @pytest.mark.parametrize("method", ["simclr", "simcse", "two_tower", "clip"])
 def test_the_encoders_of_raycl_leave_no_parameter_unused(method: str) -> None:
     config = recipe(method, image_size=32)
-    assert not leaves_parameters_unused(config, build_towers(config, vocabulary()), vocabulary())
+    assert not find_unused_parameters(config, build_towers(config, vocabulary()), vocabulary())
