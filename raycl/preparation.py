@@ -1,5 +1,6 @@
 """One-time conversions of a data set, so that runs can read it fast."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -207,6 +208,8 @@ def group_pairs(
                 )
             with unwrap_ray_errors():
                 grouped.write_parquet(path, filesystem=filesystem, row_group_size=1_024)
+            for line in ray.get(coordinator.notices.remote()):
+                print(line, file=sys.stderr)
         return num_pairs, rows
 
 

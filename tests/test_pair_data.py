@@ -29,6 +29,7 @@ from raycl.data.click_logs import (
     _valid_rows,
     group_source,
     grouped_columns,
+    joined_groups,
     labels_as_given,
 )
 from raycl.data.codecs import Format, store_all
@@ -70,8 +71,14 @@ def rows_of_log(labels: Sequence[Any], stats: ReadStats | None = None, **values:
 
 def pairs_of(labels: Sequence[Any], **values: list[Any]) -> list[dict[str, Any]]:
     """Return the pairs of the rows of one query."""
-    values = {"query": ["q"] * len(labels), **values}
-    return _pairs_of_groups(rows_of_log(labels, **values)).to_pylist()
+    rows = rows_of_log(labels, **{"query": ["q"] * len(labels), **values})
+    return _pairs_of_groups(with_joined_groups(rows) if "query_id" in values else rows).to_pylist()
+
+
+def with_joined_groups(rows: pa.Table) -> pa.Table:
+    joined, _ = joined_groups(rows)
+    groups = [joined.get(group, group) for group in rows["group"].to_pylist()]
+    return rows.set_column(0, "group", pa.array(groups, pa.int64()))
 
 
 def counts_of(pairs: list[dict[str, Any]]) -> tuple[int, ...]:
@@ -176,17 +183,26 @@ def test_a_file_may_lack_the_label_of_a_click(label: pa.Array, tmp_path: Path) -
     assert dict(stats.invalid) == ({"label other than 0 and 1": 2} if "yes" in label.to_pylist() else {})
 
 
-def test_rows_are_grouped_by_the_text_or_the_id_of_the_query() -> None:
+def test_rows_are_grouped_by_the_text_of_the_query() -> None:
     by_text = rows_of_log([1, 0, 1], query=["boats", b"boats", "ships"], document=["d", "e", "f"])
     first, second, third = by_text["group"].to_pylist()
     assert first == second == content_id(b"boats") != third
     assert by_text["query"].to_pylist() == ["boats", "boats", "ships"]
     assert by_text["query_id"].null_count == by_text["document_id"].null_count == 3
     ids = {"query_id": [1, 2, 2], "document_id": ["x", "y", 7]}
-    by_id = rows_of_log([1, 1, 1], query=["boats", "boats", "ships"], document=["d", "e", "f"], **ids)
-    assert by_id["group"].to_pylist() == by_id["query_id"].to_pylist() == [1, 2, 2]
-    assert by_id["document_id"].to_pylist() == [content_id(b"x"), content_id(b"y"), 7]
-    assert rows_of_log([], query=[], document=[]).schema == by_id.schema
+    with_ids = rows_of_log([1, 1, 1], query=["boats", "boats", "ships"], document=["d", "e", "f"], **ids)
+    assert with_ids["group"].to_pylist() == [first, first, third]  # before join_queries
+    assert with_ids["query_id"].to_pylist() == [1, 2, 2]
+    assert with_ids["document_id"].to_pylist() == [content_id(b"x"), content_id(b"y"), 7]
+    assert rows_of_log([], query=[], document=[]).schema == with_ids.schema
+
+
+def test_ids_of_sessions_are_noticed() -> None:
+    queries = pa.table({"group": range(1_000), "query_id": [1] * 150 + list(range(2, 852))})
+    joined, [line] = joined_groups(queries)
+    assert joined == dict.fromkeys(range(1, 150), 0)
+    assert line.startswith("150 of 1,000 different query texts are one query, since ids join them")
+    assert joined_groups(queries.slice(100)) == (dict.fromkeys(range(101, 150), 100), [])
 
 
 # The rows of one query
@@ -281,6 +297,7 @@ def test_every_document_is_on_exactly_one_side_for_any_order_of_rows(
         document=[text for _, text, *_ in log],
         **ids,
     )
+    rows = with_joined_groups(rows) if with_ids else rows
     pairs = _pairs_of_groups(rows)
     again = _pairs_of_groups(rows.take(random.sample(range(len(log)), len(log))))
     assert again.equals(pairs)

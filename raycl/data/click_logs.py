@@ -7,6 +7,7 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import ray
 
@@ -14,10 +15,11 @@ from raycl.data.columns import ColumnNames
 from raycl.data.decode import map_fragments
 from raycl.data.ids import content_id, entity_id, is_missing, why_invalid
 from raycl.data.labels import NO_LABEL, name_of
-from raycl.data.matches import divided
+from raycl.data.matches import divided, join_by_id, notices
 from raycl.data.read_stats import ReadStats
 from raycl.data.sources import Fragment, RawRows, Source, values_of
 from raycl.errors import InvalidValueError
+from raycl.ray_runtime import fetch_tables
 from raycl.tokenization import read_text
 
 WITHOUT_POSITIVE = "queries without a positive document"
@@ -37,6 +39,7 @@ _ROW = pa.schema(
         ("document_id", pa.int64()),
     ]
 )
+_QUERY = ("group", "query_id")
 _PAIR = pa.schema(
     [
         ("query", pa.string()),
@@ -61,6 +64,8 @@ def group_source(source: Source, coordinator: Any, *, prefix: str = "") -> ray.d
         ray.get(coordinator.add_rows.remote(f"{prefix}{fragment.name}, labeled", stats))
 
     labeled = map_fragments(source, read)
+    if source.columns.query_id is not None:
+        labeled = join_queries(labeled, coordinator)
     num_parts = min(math.ceil(source.num_rows / _ROWS_PER_PART), _MOST_PARTS)
     return group_rows(labeled, coordinator, prefix=prefix, num_parts=num_parts)
 
@@ -80,7 +85,45 @@ def group_dataset(
         return valid
 
     labeled = dataset.map_batches(read, batch_size=1_024, batch_format="pyarrow")
+    if columns.query_id is not None:
+        labeled = join_queries(labeled, coordinator)
     return group_rows(labeled, coordinator, prefix=prefix)
+
+
+def join_queries(labeled: ray.data.Dataset, coordinator: Any) -> ray.data.Dataset:
+    """Return the rows with one ``group`` for the queries that share a text or an id, also through a chain of both.
+
+    Without it, each text is a group. Executes the dataset, and compares the distinct pairs of a text and an id in this
+    process. The coordinator gets a notice if ids join a large part of the texts.
+    """
+    labeled = labeled.materialize()
+    queries = labeled.map_batches(_distinct_queries, batch_size=None, batch_format="pyarrow")
+    tables = [table for table in fetch_tables(queries) if len(table)]
+    if not tables:
+        return labeled
+    joined, lines = joined_groups(pa.concat_tables(tables))
+    for line in lines:
+        coordinator.add_notice.remote(line)
+
+    def join(table: pa.Table) -> pa.Table:
+        groups = [joined.get(group, group) for group in table["group"].to_pylist()]
+        return table.set_column(0, "group", pa.array(groups, pa.int64()))
+
+    return labeled.map_batches(join, batch_size=None, batch_format="pyarrow") if joined else labeled
+
+
+def _distinct_queries(table: pa.Table) -> pa.Table:
+    distinct = np.unique(np.stack([table[name].to_numpy() for name in _QUERY], 1), axis=0)
+    return pa.table(dict(zip(_QUERY, distinct.T, strict=True)))
+
+
+def joined_groups(queries: pa.Table) -> tuple[dict[int, int], list[str]]:
+    """Return the first group of each that an id joins to another, and notices; ``queries`` has group and query_id."""
+    texts, number = np.unique(queries["group"].to_numpy(), return_inverse=True)
+    entity = np.array(join_by_id(np.stack([number, queries["query_id"].to_numpy()], 1), len(texts)))
+    _, first, place = np.unique(entity, return_index=True, return_inverse=True)
+    pairs = zip(texts.tolist(), texts[first[place]].tolist(), strict=True)
+    return {text: first for text, first in pairs if text != first}, notices("query", entity)
 
 
 def group_rows(
@@ -88,7 +131,7 @@ def group_rows(
 ) -> ray.data.Dataset:
     """Return one row per positive: query, document, and the unclicked documents of the query.
 
-    Rows belong to the same query if they share ``query_id``, or, without ids, the text. Repeated
+    Rows belong to the same query if they share ``group``, see :func:`join_queries`. Repeated
     pairs count once, and a document that was clicked at least once is not a negative of that query. Pairs of a query with
     many unclicked documents share them, see :func:`raycl.data.matches.divided`.
     The coordinator counts the skipped rows, by names that begin with ``prefix``. The queries are divided into
@@ -162,7 +205,7 @@ def _checked_row(values: Mapping[str, Any], label: Any) -> dict[str, Any]:
         _id_of(values[role]) if role in values else None for role in ("query_id", "document_id")
     )
     return {
-        "group": content_id(query.encode()) if query_id is None else query_id,
+        "group": content_id(query.encode()),
         "query": query,
         "document": document,
         "clicked": clicked,

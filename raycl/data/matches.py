@@ -56,7 +56,7 @@ class DistinctTexts(Generic[Text]):
         with_id = [
             (self.number[text], each) for text, each in zip(texts, ids, strict=True) if each is not None
         ]
-        self.entity = _entities(np.array(with_id, np.int64).reshape(-1, 2), len(self.texts))
+        self.entity = join_by_id(np.array(with_id, np.int64).reshape(-1, 2), len(self.texts))
         first = {self.entity[number]: each for number, each in reversed(with_id)}
         self.ids = dict(reversed(with_id))
         self.entity_ids = {number: first[self.entity[number]] for number in self.ids}
@@ -69,14 +69,8 @@ class DistinctTexts(Generic[Text]):
         return list(first.values())
 
     def notices(self, name: str) -> list[str]:
-        """Return a line if a large part of the texts is one entity, as by ids of sessions; ``name`` is query or document."""
-        num, largest = len(self.texts), int(np.bincount(self.entity).max())
-        if largest < max(_MANY, _LARGE_PART * num):
-            return []
-        return [
-            f"{largest:,} of {num:,} different {name} texts are one {name}, since ids join them: no match of one is a "
-            f"negative of another; if {name}_id names more than a {name}, such as a session, rename the column"
-        ]
+        """Return the :func:`notices` of these texts; ``name`` is query or document."""
+        return notices(name, self.entity)
 
 
 @final
@@ -185,7 +179,7 @@ class Matches(Generic[Text]):
         return HardNegatives(explicit, mined, len(others) - len(candidates))
 
 
-def _entities(texts_and_ids: NDArray[np.int64], num_texts: int) -> list[int]:
+def join_by_id(texts_and_ids: NDArray[np.int64], num_texts: int) -> list[int]:
     """Number the connected components of texts by rows of a text and an id, [num_rows, 2]."""
     from scipy.sparse import coo_array  # not at the start of every worker
     from scipy.sparse.csgraph import connected_components
@@ -195,3 +189,14 @@ def _entities(texts_and_ids: NDArray[np.int64], num_texts: int) -> list[int]:
     edges = (texts_and_ids[:, 0], num_texts + place)
     graph = coo_array((np.ones(len(texts_and_ids)), edges), shape=(size, size))
     return connected_components(graph, directed=False)[1][:num_texts].tolist()
+
+
+def notices(name: str, entity: Sequence[int] | NDArray[np.int64]) -> list[str]:
+    """Return a line if a large part of the texts is one entity, as by ids of sessions; ``name`` is query or document."""
+    num, largest = len(entity), int(np.bincount(entity).max())
+    if largest < max(_MANY, _LARGE_PART * num):
+        return []
+    return [
+        f"{largest:,} of {num:,} different {name} texts are one {name}, since ids join them: no match of one is a "
+        f"negative of another; if {name}_id names more than a {name}, such as a session, rename the column"
+    ]

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -157,6 +158,51 @@ def test_a_dataset_of_clicks_keeps_its_ids_and_counts_each_row_once(monkeypatch:
     assert samples.num_read_first() == len(ids)
     held = {name for names in found["query_id.id"].to_pylist() for name in names}
     assert held == {2**60 + number for number in range(num_queries)}
+
+
+@pytest.mark.parametrize(("num_parts", "with_ids"), [(1, True), (3, True), (3, False)])
+def test_queries_with_a_text_or_an_id_in_common_are_one(
+    num_parts: int, monkeypatch: pytest.MonkeyPatch, *, with_ids: bool
+) -> None:
+    monkeypatch.setitem(click_logs.group_rows.__kwdefaults__, "num_parts", num_parts)
+    random = Random(num_parts)
+    log = [
+        {
+            "query": f"text {random.randrange(60)}",
+            "query_id": f"search {random.randrange(60)}",
+            "document": f"document {random.randrange(9)}",
+            "label": random.randrange(2),
+        }
+        for _ in range(90)
+    ]
+    names = ["query", "query_id"] if with_ids else ["query"]
+    columns = ColumnNames(image=None, query="query", document="document", label="label")
+    columns = replace(columns, query_id="query_id") if with_ids else columns
+    with start_coordinator() as coordinator:
+        rows = ray.data.from_arrow(pa.Table.from_pylist(log)).repartition(4)
+        found = click_logs.group_dataset(rows, columns, coordinator).take_all()
+
+    def joined(query: str) -> list[dict[str, Any]]:
+        """The rows of the log that a query reaches through texts and ids."""
+        reached = {query}
+        while True:
+            own = [row for row in log if reached & {row[name] for name in names}]
+            more = {row[name] for row in own for name in names}
+            if more <= reached:
+                return own
+            reached |= more
+
+    assert len({len(joined(row["query"])) for row in log}) > 2  # groups of several sizes
+    pairs = set()
+    for pair in found:
+        own = joined(pair["query"])
+        clicked = {row["document"] for row in own if row["label"]}
+        assert pair["negatives"] == sorted({row["document"] for row in own} - clicked)
+        pairs.add((min(row["query"] for row in own), pair["document"]))
+    assert len(pairs) == len(found)  # repeated pairs count once
+    assert pairs == {
+        (min(each["query"] for each in joined(row["query"])), row["document"]) for row in log if row["label"]
+    }
 
 
 def test_a_run_on_pairs_learns_and_its_towers_load(click_run: tuple[Path, raycl.RunResult]) -> None:
