@@ -31,14 +31,16 @@ def embedding_of(
 ) -> Callable[..., Embedded] | None:
     """Return the embedding of whole batches as ``num_workers`` workers make it; None if ``state.embed`` does.
 
-    Raises ``ConfigError`` for a network with dropout and BatchNorm whose rows of each worker are unknown.
+    Raises ``ConfigError`` for a network with dropout and BatchNorm whose rows of each worker are unknown, and its result
+    for one whose other layers draw random numbers beside BatchNorm.
     """
-    has_batchnorm = _has(state, _BatchNorm)
-    is_local = has_batchnorm and config.batchnorm in ("local", "local_view")
-    if num_workers == 1 or not (has_dropout(state) or is_local):
+    if num_workers == 1:
         return None
-    if is_local or not has_batchnorm:
+    has_batchnorm = _has(state, _BatchNorm)
+    if not has_batchnorm or config.batchnorm in ("local", "local_view"):
         return partial(embed_as_workers, state, seed=config.seed, num_workers=num_workers)
+    if not has_dropout(state):
+        return partial(_embed_at_once, state, num_workers=num_workers)
     if config.has_texts:  # their layers have rows of tokens, or attention with dropout of its own
         raise ConfigError(
             f"one process cannot repeat the dropout of {num_workers} workers in texts beside BatchNorm over all rows; "
@@ -114,6 +116,8 @@ class WorkerDropout:
 
 def embed_as_workers(state: TrainState, views: Views, *, seed: int, num_workers: int, step: int) -> Embedded:
     """Embed a whole batch in ``num_workers`` equal shares of adjacent rows, each with its worker's dropout."""
+    if views.negatives is not None and not has_dropout(state):
+        return _embed_at_once(state, views, num_workers=num_workers, step=step)
     if views.negatives is not None:
         raise ConfigError(
             f"the run's pairs have explicit negatives on {num_workers} workers, whose dropout depends on their own; "
@@ -134,6 +138,19 @@ def embed_as_workers(state: TrainState, views: Views, *, seed: int, num_workers:
     ]
     keys = [part.key for part in parts if part.key is not None]
     return Embedded(_joined([part.query for part in parts]), _joined(keys) if keys else None, pairs=pairs)
+
+
+def _embed_at_once(state: TrainState, views: Views, *, num_workers: int, step: int) -> Embedded:
+    """Embed a whole batch by networks without random numbers."""
+    generator = _generator(views.view_a)
+    before = generator.get_rng_state()
+    embedded = state.embed(views, step=step)
+    if not torch.equal(generator.get_rng_state(), before):
+        raise ConfigError(
+            "the network draws random numbers in layers other than nn.Dropout, such as stochastic depth, which one process "
+            f"cannot repeat for {num_workers} workers; replay a run with workers=1"
+        )
+    return embedded
 
 
 def _share(views: Views, rows: slice) -> Views:

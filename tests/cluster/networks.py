@@ -210,3 +210,26 @@ def slow_keys(
     *, seconds: float, image_seconds: float = 0.0, name: str = "resnet10", **arguments: Any
 ) -> nn.Module:
     return SlowKeys(build_image_encoder(name, **arguments), seconds, image_seconds)
+
+
+class Skipping(nn.Module):
+    """Skips a layer for random rows, as stochastic depth does, with numbers that no dropout layer draws."""
+
+    def __init__(self, channels: int = 3, *, batchnorm: bool = False) -> None:
+        super().__init__()
+        norm = nn.BatchNorm2d(8) if batchnorm else nn.GroupNorm(2, 8)
+        self.first = nn.Sequential(nn.Conv2d(channels, 8, 3, stride=2, padding=1), norm, nn.ReLU())
+        self.skipped = nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        rows = self.first(images)
+        if self.training:
+            kept = torch.rand(len(rows), 1, 1, 1) < 0.7
+            rows = rows + self.skipped(rows) * kept
+        else:
+            rows = rows + 0.7 * self.skipped(rows)
+        return rows.mean((2, 3))
+
+
+def skipping(**arguments: Any) -> nn.Module:
+    return Skipping(**arguments)

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import raycl
+from raycl.errors import ConfigError
 from raycl.training.virtual_workers import dropout_seed
 from tests.images import write_digits
 from tests.recorded_runs import record_run, small_config
@@ -24,6 +25,10 @@ LAYERS = {
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "simclr": ("simclr", {}),
+    "skipped layers": (
+        "simclr",
+        {"encoder.name": "tests.cluster.networks:skipping", "projection_head.batchnorm": False},
+    ),
     "local BatchNorm": ("simclr", {"batchnorm": "local"}),
     "BatchNorm of a view": ("simclr", {"batchnorm": "local_view"}),
     "shuffled views": ("simclr", {"batchnorm": "shuffled", "batchnorm_groups": 4}),
@@ -51,6 +56,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 QUICK = (
     "simclr",
+    "skipped layers",
     "local BatchNorm",
     "BatchNorm of a view",
     "moco",
@@ -111,6 +117,23 @@ def test_a_replayed_step_has_the_loss_of_the_run(
     recomputed = certificate.recomputed
     assert [each.step for each in recomputed] == [1, 2, 4, 5, 7, 8]
     assert max(each.relative_difference for each in recomputed) < 1e-6
+
+
+def test_skipped_layers_beside_batchnorm_need_one_worker(images: Path, tmp_path: Path) -> None:
+    settings = {
+        "workers": 2,
+        "encoder.name": "tests.cluster.networks:skipping",
+        "encoder.kwargs": {"channels": 1, "batchnorm": True},
+    }
+    run = record_run(small_config("simclr", settings), images, tmp_path / "run", checkpoints=(3,))
+    message = (
+        "^the network draws random numbers in layers other than nn.Dropout, such as stochastic depth, which "
+        "one process cannot repeat for 2 workers; replay a run with workers=1$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        raycl.replay(run, step=3)
+    certificate = raycl.certify(run, steps=3)
+    assert not certificate.recomputed
 
 
 def test_each_worker_and_step_has_its_own_dropout() -> None:
