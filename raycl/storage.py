@@ -200,9 +200,11 @@ class Place:
     def create(self) -> Iterator[pa.NativeFile]:
         """Open a stream that replaces the file atomically when the block ends without an error.
 
-        Raises ``StorageError`` if the stream cannot be written.
+        Raises ``StorageError`` if the stream cannot be written, or if a local folder has this name.
         """
         filesystem, path = self.resolve()
+        if self.is_local and os.path.isdir(path):
+            raise StorageError(f"{self} is a folder; give the name of a file, such as one in this folder")
         folder, name = posixpath.split(path)
         # An S3 object becomes visible when its upload completes.
         partial = posixpath.join(folder, f".{name}.{uuid.uuid4().hex}") if self.is_local else path
@@ -234,10 +236,12 @@ class Place:
         self.write_bytes(text.encode())
 
     def remove(self) -> None:
-        """Remove the folder and its content, if it exists."""
+        """Remove the folder and its content, if it exists; of a link to a folder, the content only."""
         filesystem, path = self.resolve()
         with self.wrap_errors("remove"):
-            if self.is_folder():
+            if self.is_local and os.path.islink(path):
+                filesystem.delete_dir_contents(os.path.realpath(path))
+            elif self.is_folder():
                 filesystem.delete_dir(path)
 
     def delete(self) -> None:
@@ -378,6 +382,11 @@ def _check_no_secret(uri: str) -> None:
             f"the address {_SECRET.sub('://***@', uri)!r} contains credentials, which would be written to files and "
             "logs; remove them, and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
+
+
+def has_options(value: Any) -> bool:
+    """Whether a value is an address that may choose an endpoint or a key, which the run of another user must not do."""
+    return isinstance(value, str) and "://" in value and bool({"?", "@"} & set(value))
 
 
 def absolute(uri: str | os.PathLike[str]) -> str:

@@ -930,7 +930,7 @@ def test_a_damaged_snapshot_is_an_error_of_storage(called: None, tmp_path: Path)
 def test_training_data_that_changed_are_not_shown(
     is_recorded: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, data = write_run(tmp_path / "run", settings={"data.image_size": 16}), tmp_path / "digits"
+    folder, data = write_run(tmp_path / "run", settings={"data.image_size": 16}), tmp_path / "digits@v2?"
     write_snapshots(folder)
     data.mkdir()
     write_digits(data / "b.parquet", 30)
@@ -954,6 +954,31 @@ def test_training_data_that_changed_are_not_shown(
     described = describe_data([str(tmp_path / "own.parquet")], [50], None, streamed=False, files=[None])
     (folder / "data.json").write_text(json.dumps(described))
     assert is_shown()  # an id of its own means one row
+
+
+@pytest.mark.parametrize(
+    ("described", "reason"),
+    [
+        ({"data": "moved.parquet"}, "moved.parquet; give a file"),
+        ({"data": ["a.parquet", "b.parquet"]}, "the run has several data sets, or a Ray Dataset"),
+        ({"data": None}, "the run has several data sets, or a Ray Dataset"),
+        (
+            {"data": "s3://images?region=eu"},
+            "s3://images?region=eu is an address with options; give it by --data",
+        ),
+        ({}, "data.json is damaged"),
+    ],
+)
+def test_a_line_tells_why_training_data_are_not_shown(
+    described: dict[str, Any], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "run", settings={"data.image_size": 16})
+    write_snapshots(folder)
+    (folder / "data.json").write_text(json.dumps(described))
+    assert saved_explorer(str(folder), embeddings=None, data=None).samples is None
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("the page shows ids only: ")
+    assert reason in line
 
 
 def test_a_click_log_is_not_shown_by_the_ids_of_its_pairs(
@@ -1024,8 +1049,10 @@ def test_a_taken_port_and_a_missing_run_are_refused_in_one_line(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         status, out, err = run_raycl(monkeypatch, capsys, "explore", str(tmp_path / "run"), "--port", port)
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert "give another --port" in err
+    assert (status, out) == (2, "")
+    without_samples, refused = err.splitlines()
+    assert "ids only" in without_samples
+    assert "give another --port" in refused
 
 
 # ---- the page and the command

@@ -19,7 +19,7 @@ import pytest
 
 import raycl
 from raycl import lease
-from raycl.errors import ConfigError, RunError, StorageError
+from raycl.errors import ConfigError, DataError, RunError, StorageError
 from raycl.lease import Lease, Writer, writing, writing_new
 from raycl.records import MetricsLog
 from raycl.storage import Place
@@ -415,3 +415,13 @@ def test_two_processes_never_write_at_once_in_two_hundred_kills(
     output: Place, tmp_path: Path, where: str
 ) -> None:
     kill_at_random(output, tmp_path, where=where, num_kills=200)
+
+
+def test_a_failed_output_at_a_link_empties_the_folder_and_keeps_the_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    with pytest.raises(DataError), writing_new(str(tmp_path / "link")) as place:
+        (place / "part.parquet").write_text("rows")
+        raise DataError("too many invalid rows")
+    assert (tmp_path / "link").is_symlink()
+    assert list((tmp_path / "disk").iterdir()) == []

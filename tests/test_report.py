@@ -33,7 +33,7 @@ from raycl.embedding_snapshot import (
     read_snapshot,
     write_snapshot,
 )
-from raycl.errors import ConfigError, DataError, RunError
+from raycl.errors import ConfigError, DataError, RunError, StorageError
 from raycl.lease import writing
 from raycl.provenance import read_commands, save_command_line, typed
 from raycl.records import ROLLBACK
@@ -254,6 +254,16 @@ def test_the_page_loads_nothing_from_elsewhere_and_is_deterministic(finished: Pa
     assert b"url(http" not in finished.read_bytes()
     again = write_report(str(finished.parent), str(finished.parent / "again.html"))
     assert again.read_bytes() == finished.read_bytes()
+
+
+def test_a_page_has_its_usual_name_in_a_folder(finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "pages").mkdir()
+    for folder in ("pages", "new/"):
+        place = write_report(str(finished.parent), f"{tmp_path}/{folder}")
+        assert place.uri == f"{tmp_path}/{folder.strip('/')}/report.html"
+        assert place.read_bytes() == finished.read_bytes()
+    with pytest.raises(StorageError, match="pages is a folder; give the name of a file"):
+        Place(f"{tmp_path}/pages").write_text("text")
 
 
 def test_drawings_take_their_colors_from_the_page(finished: Path) -> None:

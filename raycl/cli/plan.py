@@ -182,7 +182,7 @@ def own_settings(output: str) -> str:
     RAYCL_TRUSTED, or an address with options.
     """
     from raycl.records import CONFIG
-    from raycl.storage import Place
+    from raycl.storage import Place, has_options
 
     file = Place(output) / CONFIG
     if not file.exists():
@@ -190,7 +190,7 @@ def own_settings(output: str) -> str:
     config = config_from_yaml(file.read_text(), name=file.uri, trained=True)
     config.check_trusted(file.uri)
     for path, value in leaves(config).items():
-        if _has_options(value):
+        if has_options(value):
             raise ConfigError(
                 f"{path} of {file.uri} is an address with options; give that file as the recipe"
             )
@@ -203,7 +203,7 @@ def own_data(output: str) -> list[str]:
     Raises ``ConfigError`` if the user must name them: a Ray Dataset has none, and others have options.
     """
     from raycl.records import DATA, read_object
-    from raycl.storage import Place
+    from raycl.storage import Place, has_options
 
     file = Place(output) / DATA
     if not file.exists():
@@ -214,14 +214,9 @@ def own_data(output: str) -> list[str]:
     for each in addresses:
         if not isinstance(each, str):
             raise DataError(f"{file.uri} is damaged: {each!r} is no address of data; give --data")
-        if _has_options(each):
+        if has_options(each):
             raise ConfigError(f"{file.uri} names an address with options, {each}; give it as --data")
     return addresses
-
-
-def _has_options(value: Any) -> bool:
-    """Whether a value is an address that may choose an endpoint or a key, which the run of another user must not do."""
-    return isinstance(value, str) and "://" in value and bool({"?", "@"} & set(value))
 
 
 def _is_own(config: str, output: str | None) -> bool:

@@ -18,13 +18,16 @@ COMPARISON = "comparison.html"
 def write_report(run: str, output: str | None = None) -> Place:
     """Write the page of the run at ``run``, by default to ``report.html`` in it; return its address.
 
+    In a folder as ``output`` it has that name too.
+
     Raises ``DataError`` if the output holds no run or nothing is logged, ``StorageError`` if a file cannot be
     read or written.
     """
     from raycl.report.page import render_run
     from raycl.report.run import read_run
 
-    return _write(Place(run) / PAGE if output is None else Place(output), render_run(read_run(run)))
+    place = Place(run) / PAGE if output is None else _file(output, PAGE)
+    return _write(place, render_run(read_run(run)))
 
 
 def write_comparison(runs: Sequence[str], output: str = COMPARISON) -> Place:
@@ -35,7 +38,7 @@ def write_comparison(runs: Sequence[str], output: str = COMPARISON) -> Place:
     from raycl.report.run import read_run
 
     page = render_comparison([read_run(run, with_snapshots=False) for run in runs])
-    return _write(Place(output), page)
+    return _write(_file(output, COMPARISON), page)
 
 
 @contextlib.contextmanager
@@ -49,6 +52,12 @@ def reported(output: str) -> Iterator[None]:
             _report_at_the_end(output)
         raise
     _report_at_the_end(output)
+
+
+def _file(output: str, name: str) -> Place:
+    """Return the address of a page: the given one, or ``name`` in a folder."""
+    place = Place(output)
+    return place / name if output.endswith("/") or place.is_folder() else place
 
 
 def _write(place: Place, page: str) -> Place:

@@ -14,7 +14,7 @@ from raycl.config.overrides import config_from_yaml, override
 from raycl.data.columns import ColumnNames
 from raycl.data.discovery import find_source
 from raycl.data.sources import Source
-from raycl.errors import DataError, RayclError
+from raycl.errors import DataError, RayclError, last_line
 from raycl.negatives.bank import connect_bank
 from raycl.negatives.saved_bank import read_embedded, read_saved_bank
 from raycl.records import CONFIG, DATA, find_run
@@ -27,7 +27,7 @@ from raycl.serve.explorer import (
 )
 from raycl.serve.sample_viewer import SampleViewer, rows_by_text
 from raycl.serve.schemas import QueryKind
-from raycl.storage import Place, absolute
+from raycl.storage import Place, absolute, has_options
 
 View = Callable[[str, ColumnNames], SampleViewer]
 _PATIENCE_S = 8.0  # a page waits less long for a shard than a worker does
@@ -162,15 +162,23 @@ def _training_data(
     run: Place, columns: ColumnNames, view: View, *, has_text_ids: bool
 ) -> SampleViewer | None:
     """Show the training data of a run by its ids; None, with a line about the reason, if their rows have other ids."""
-    with contextlib.suppress(RayclError, ValueError, KeyError, TypeError):  # the data may have moved
+    try:
         described = json.loads((run / DATA).read_text())
         trained_on = described["data"]
-        # Neither several data sets nor a Ray Dataset; a run of others must not choose an endpoint or a key.
-        if isinstance(trained_on, str) and not {"?", "@"} & set(trained_on):
+        if not isinstance(trained_on, str):
+            reason = "the run has several data sets, or a Ray Dataset"
+        elif has_options(trained_on):
+            reason = f"{trained_on} is an address with options; give it by --data"
+        else:
             viewer = view(trained_on, columns)
-            if not (reason := _why_other_ids(viewer.source, described, has_text_ids=has_text_ids)):
+            reason = _why_other_ids(viewer.source, described, has_text_ids=has_text_ids)
+            if not reason:
                 return viewer
-            print(f"the page shows ids only: {reason}", file=sys.stderr)
+    except RayclError as error:  # the data may have moved
+        reason = last_line(error)
+    except (ValueError, KeyError, TypeError):
+        reason = f"{run / DATA} is damaged"
+    print(f"the page shows ids only: {reason}", file=sys.stderr)
     return None
 
 
