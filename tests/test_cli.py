@@ -523,7 +523,11 @@ def test_sentences_get_a_bag_of_subwords_without_a_gpu_unless_an_encoder_is_set(
     assert plan.config.stages == (papers.stages[0].model_copy(update=words),)
     assert planned("stages.0.learning_rate=0.01").config.stages[0].learning_rate == 0.01
     assert planned("encoder.name=transformer") == RunPlan(papers)
-    assert planned("encoder.kwargs.num_layers=2") == RunPlan(
+    setting = {"encoder.kwargs.sublinear_tf": True}
+    assert planned("encoder.kwargs.sublinear_tf=true") == RunPlan(
+        override(plan.config, setting), notes=plan.notes
+    )
+    assert planned("encoder={name: transformer, kwargs: {num_layers: 2}}") == RunPlan(
         override(papers, {"encoder.kwargs.num_layers": 2})
     )
     assert planned(own=True) == RunPlan(papers)

@@ -391,7 +391,12 @@ def test_the_text_encoder_of_the_documents_is_built(monkeypatch: pytest.MonkeyPa
             "'num_tokens'; check encoder.kwargs, and that the function takes num_tokens and max_length",
         ),
         (f"{__name__}:no_network", {}, "must return a torch.nn.Module, came str"),
-        ("transformer", {"depth": 3}, "cannot build encoder.name 'transformer'.*depth"),
+        ("transformer", {"depth": 3}, "transformer takes no encoder.kwargs.depth, .*, pooling; remove it$"),
+        (
+            "bag_of_subwords",
+            {"num_layers": 2},
+            "^bag_of_subwords takes no encoder.kwargs.num_layers, only dim, .*; encoder.name=transformer does$",
+        ),
         ("transformer", {"dim": 30, "num_heads": 4}, "dim=30, num_layers=4, num_heads=4"),
         ("transformer", {"pooling": "max"}, "unknown pooling 'max'; give mean or cls"),
         ("bag_of_subwords", {"dim": 0}, "dim=0"),

@@ -27,8 +27,8 @@ Settings = Mapping[str, Any] | Sequence[str]  # a mapping by key.path, or string
 Answer = TypeVar("Answer")
 LARGEST = 224
 NUM_PEEKED = 16
-_ENCODERS = r"encoder(\..*)?|text_encoder(\.name)?"
-_LAST_LAYER = "encoder.whitening"  # which leaves the rest of the encoder as it is
+# Settings that choose an encoder; its last layer and its arguments are those of the default one.
+_ENCODERS = r"encoder(\.(?!whitening$|kwargs\b).*)?|text_encoder(\.name)?"
 
 
 class RunPlan(NamedTuple):
@@ -54,10 +54,10 @@ def plan_run(
     The image size of a recipe is the shorter side of the first images, at most 224, unless
     ``data.image_size`` is set. Small gray images get other views (:func:`raycl.recipes.images.for_gray`). Without a
     GPU, small images get another encoder (:func:`raycl.recipes.images.for_cpu`), in bfloat16 if this machine's CPU
-    has it, unless one is set (other than its last layer, ``encoder.whitening``) or is a module of the user's
-    (``own_encoder``), and another optimizer with its learning rate, unless the name of an optimizer or a learning rate
-    is set; sentences get a bag of subwords (:func:`raycl.recipes.texts.of_words`), unless an encoder is set. If
-    ``resumed`` is the output of a run, that encoder keeps the precision with which the run began, since another machine
+    has it, unless one is set (other than its last layer, ``encoder.whitening``, and ``encoder.kwargs``) or is a module
+    of the user's (``own_encoder``), and another optimizer with its learning rate, unless the name of an optimizer or a
+    learning rate is set; sentences get a bag of subwords (:func:`raycl.recipes.texts.of_words`), unless an encoder is
+    set. If ``resumed`` is the output of a run, that encoder keeps the precision with which the run began, since another machine
     may have another CPU.
     Raises ``ConfigError`` or ``DataError``.
     """
@@ -78,7 +78,7 @@ def plan_run(
         _check_flags(flags, config, run)
         return RunPlan(override_pairs(config, overrides))
     config = recipe(run, image_size=LARGEST)
-    is_set = own_encoder or any(re.fullmatch(_ENCODERS, key) and key != _LAST_LAYER for key in pairs)
+    is_set = own_encoder or any(re.fullmatch(_ENCODERS, key) for key in pairs)
     requested = _requested(run, config, overrides)  # report typing errors before reading data
     if requested.data.kind == "text":
         words = override_pairs(recipe(run, on_cpu=not requested.gpu and not is_set), overrides)

@@ -1,6 +1,7 @@
 """Text encoders: tokens [batch, length] to representations [batch, dim]."""
 
 import importlib
+import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -51,6 +52,13 @@ def build_text_encoder(
         "transformer": TextTransformer,
         "bag_of_subwords": BagOfSubwords,
     }
+    taken = {each: list(inspect.signature(build).parameters) for each, build in own.items()}
+    for argument in arguments or {}:
+        if name in own and argument not in taken[name]:
+            others = [each for each in own if argument in taken[each]]
+            remedy = f"{section}.name={others[0]} does" if others else "remove it"
+            its = ", ".join(each for each in taken[name] if each not in sizes)
+            raise ConfigError(f"{name} takes no {section}.kwargs.{argument}, only {its}; {remedy}")
     return build_network(
         name, own.get(name), section, "num_tokens and max_length", **{**sizes, **(arguments or {})}
     )
