@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from typer.main import get_command
@@ -29,6 +31,7 @@ from raycl.gpus import cpu_has_bfloat16
 from raycl.recipes import RECIPES, recipe
 from raycl.training.launch import RunResult
 from tests.images import encode, photograph, write_digits
+from tests.table_files import write_tar
 
 
 def run_raycl(
@@ -612,6 +615,25 @@ def test_small_gray_images_get_views_without_flips(name: str, tmp_path: Path) ->
     large = recipe(name, image_size=224)
     assert planned("large").config.augment == large.augment
     assert planned("large", "data.image_size=28").config == expected
+
+
+@pytest.mark.parametrize("ending", ["png", "parquet", "tar"])
+def test_images_from_all_over_the_data_decide_on_size_and_colors(ending: str, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    gray = [encode(rng.integers(0, 256, (32, 32), dtype=np.uint8)) for _ in range(20)]
+    colored = [encode(rng.integers(0, 256, (48, 48, 3), dtype=np.uint8)) for _ in range(60)]
+    for name, images in {"a": gray, "b": colored[:20], "c": colored[20:40], "d": colored[40:]}.items():
+        if ending == "parquet":
+            pq.write_table(pa.table({"image": images}), tmp_path / f"{name}.parquet")
+        elif ending == "tar":
+            write_tar(tmp_path / f"{name}.tar", [{"png": each} for each in images])
+        else:
+            (tmp_path / name).mkdir()
+            for number, each in enumerate(images):
+                (tmp_path / name / f"{number}.png").write_bytes(each)
+    plan = plan_run("simclr", data=[str(tmp_path)], flags=run_flags(gpu=True), settings=[])
+    assert plan.config == recipe("simclr", image_size=48).model_copy(update={"gpu": True})
+    assert plan.notes == ()
 
 
 def test_gray_captioned_images_keep_their_views() -> None:

@@ -1,4 +1,4 @@
-"""Build a run's configuration from a recipe, flags, settings and the first rows of the data."""
+"""Build a run's configuration from a recipe, flags, settings and a few rows of the data."""
 
 import contextlib
 import re
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import ray
 
     from raycl.data.columns import ColumnNames
-    from raycl.data.sources import Source
+    from raycl.data.sources import Fragment, Source
 
 Settings = Mapping[str, Any] | Sequence[str]  # a mapping by key.path, or strings key.path=value
 Answer = TypeVar("Answer")
@@ -51,7 +51,7 @@ def plan_run(
     """Plan the run of a recipe, a YAML file or a ``RunConfig``, with flags and settings applied.
 
     ``data`` are the addresses of the data sets, or Ray Datasets; none if they are unknown.
-    The image size of a recipe is the shorter side of the first images, at most 224, unless
+    The image size of a recipe is the median shorter side of 16 images from all over the data, at most 224, unless
     ``data.image_size`` is set. Small gray images get other views (:func:`raycl.recipes.images.for_gray`). Without a
     GPU, small images get another encoder (:func:`raycl.recipes.images.for_cpu`), in bfloat16 if this machine's CPU
     has it, unless one is set (other than its last layer, ``encoder.whitening``, and ``encoder.kwargs``) or is a module
@@ -99,7 +99,7 @@ def plan_run(
         columns = column_names(requested)
         sources = tuple(find_source(each, columns) for each in data if isinstance(each, str))
         given: Sequence[Any] = sources or data  # addresses are sources now
-        images = [image for each in given for image in _first_images(each, columns)]
+        images = [image for each in given for image in _some_images(each, columns)]
         size = size or _median_side(images)
         gray = gray or (size <= SMALL and _are_gray(images))
     papers = recipe(run, image_size=size)
@@ -324,20 +324,34 @@ def _of_valid(images: Sequence[Any], function: Callable[[Any], Answer]) -> list[
     return answers
 
 
-def _first_images(data: "Source | ray.data.Dataset", columns: "ColumnNames") -> list[Any]:
-    """Return the first images, read as in a run."""
+def _some_images(data: "Source | ray.data.Dataset", columns: "ColumnNames") -> list[Any]:
+    """Return 16 images, or fewer, read as in a run: of a Ray Dataset the first ones, else from all over the data."""
     from raycl.data.sources import Source, values_of
 
     if isinstance(data, Source):
-        # Of a folder of images, read no other files.
-        paths = data.fragments[0].paths[:NUM_PEEKED]
-        first = next(data.read(replace(data.fragments[0], paths=paths)), None)
-        return [] if first is None else list(first.values["image"][:NUM_PEEKED])
+        batches = (rows for each in _peeked(data.fragments) for rows in data.read(each))
+        return [image for rows in batches for image in rows.values["image"]]
     from raycl.data.decode import columns_of
 
     named = columns_of(data, columns)
     tables: Any = data.limit(NUM_PEEKED).iter_batches(batch_size=NUM_PEEKED, batch_format="pyarrow")
     return [value for table in tables for value in values_of(table, named)["image"]]
+
+
+def _peeked(fragments: "Sequence[Fragment]") -> "list[Fragment]":
+    """Return fragments of 16 rows in all: spread over the images of a folder, or at the starts of up to four tables."""
+    if fragments[0].paths:
+        paths = _spread([path for each in fragments for path in each.paths], NUM_PEEKED)
+        return [replace(fragments[0], paths=tuple(paths))]
+    # Some formats read a file up to the wanted row.
+    tables = _spread([each for each in fragments if each.start == 0], 4)
+    return [replace(each, stop=min(each.stop, NUM_PEEKED // len(tables))) for each in tables]
+
+
+def _spread(values: Sequence[Answer], number: int) -> list[Answer]:
+    """Return ``number`` values at even distances, all if there are fewer."""
+    number = min(number, len(values))
+    return [values[place * len(values) // number] for place in range(number)]
 
 
 _INVALID: dict[str, type] = {"data.max_invalid_fraction": float}
