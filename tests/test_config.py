@@ -1,6 +1,7 @@
 """Configuration: frozen and validated, with clear error messages."""
 
 import re
+import shlex
 from typing import Any
 
 import pytest
@@ -606,14 +607,26 @@ def test_a_key_that_a_file_gives_twice_is_refused() -> None:
         config_from_yaml(f"{text}optimizer: {{name: sgd}}\n", name="run.yaml")
 
 
-@pytest.mark.parametrize("value", ["2020-13-01", "9" * 5_000])
-def test_a_value_that_yaml_cannot_read_is_refused_in_one_line(value: str) -> None:
+def test_a_value_that_yaml_cannot_read_is_refused_in_one_line() -> None:
     with pytest.raises(ConfigError, match=r"^run\.yaml is not valid YAML: [^\n]+$"):
-        config_from_yaml(f"seed: {value}", name="run.yaml")
+        config_from_yaml(f"seed: {'9' * 5_000}", name="run.yaml")
 
 
-@pytest.mark.parametrize("text", ["2:8", "010", "1:30.5", "0b1"])
-def test_numbers_of_yaml_1_1_alone_are_text(text: str) -> None:
+def test_a_number_in_place_of_text_is_quoted_as_its_error_says() -> None:
+    config = recipe("simclr")
+    for value, read in {"1": "1", "2.5": "2.5", "on": "True"}.items():
+        remedy = 'quote it: --set \'data.columns.label="TEXT"\', or "TEXT" in a file'
+        with pytest.raises(ConfigError) as caught:
+            override(config, [f"data.columns.label={value}"])
+        assert str(caught.value) == f"data.columns.label must be text, got {read}; {remedy}"
+        (_, setting) = shlex.split(remedy.split(", or")[0].partition(": ")[2].replace("TEXT", value))
+        assert override(config, [setting]).data.columns.label == value
+        with pytest.raises(ConfigError, match="must be text, got .*; quote it"):
+            config_from_yaml(f"recipe: simclr\ndata: {{columns: {{label: {value}}}}}\nstages: [{{steps: 1}}]")
+
+
+@pytest.mark.parametrize("text", ["2:8", "010", "1:30.5", "0b1", "2026-01-31", "2020-13-01"])
+def test_numbers_and_dates_of_yaml_1_1_alone_are_text(text: str) -> None:
     assert parse_setting(f"a={text}") == ("a", text)
 
 

@@ -93,14 +93,18 @@ def _plain(value: Any) -> Any:
 
 
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+_DATE = "tag:yaml.org,2002:timestamp"
 _NULLS = ("null", "Null", "NULL", "~")
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads numbers as YAML 1.2 does: 1e-4 is one, while in YAML 1.1 it is text, 2:8 is 128 and 010 is 8."""
+    """Reads numbers and dates as YAML 1.2 does: 1e-4 is a number and 2026-01-31 text.
+
+    In YAML 1.1, 1e-4 is text, 2:8 is 128 and 010 is 8.
+    """
 
     yaml_implicit_resolvers: ClassVar = {
-        first: [each for each in pairs if each[0] not in (_INT, _FLOAT)]
+        first: [each for each in pairs if each[0] not in (_INT, _FLOAT, _DATE)]
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -123,7 +127,7 @@ def _read_yaml(text: str) -> Any:
         return None if node is None else loader.construct_document(node)
     except RecursionError:
         raise yaml.YAMLError("it is nested too deeply") from None
-    except ValueError as error:  # such as a date without a day, or a number of thousands of digits
+    except ValueError as error:  # such as a number of thousands of digits
         raise yaml.YAMLError(error) from None
     finally:
         loader.dispose()
@@ -410,6 +414,9 @@ def _describe(problem: ErrorDetails) -> str:
         return f"{path} is missing; it has no default"
     if new := present_name(f"{path}={problem['input']}"):
         return f"{path}={problem['input']} is now {new}"
+    if problem["type"] == "string_type" and isinstance(problem["input"], int | float):
+        remedy = f'quote it: --set \'{path}="TEXT"\', or "TEXT" in a file'
+        return f"{path} must be text, got {problem['input']!r}; {remedy}"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
         return f"{path}: {message}" if path else message
