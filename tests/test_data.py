@@ -463,6 +463,17 @@ def test_a_negative_label_is_a_missing_one(tmp_path: Path) -> None:
     assert found.label.tolist() == [NO_LABEL, 1, NO_LABEL, NO_LABEL, NO_LABEL]
 
 
+@pytest.mark.parametrize("is_category", [False, True])
+def test_an_integer_beyond_the_signed_ones_is_refused_as_a_label(is_category: bool, tmp_path: Path) -> None:
+    label = pa.array([5, None, 2**63], pa.uint64())
+    label = label.dictionary_encode() if is_category else label
+    source = find_source(write_parquet(tmp_path / "a.parquet", 3, label=label))
+    with pytest.raises(
+        DataError, match="^integer labels must be below 2\\^63, came 9223372036854775808; number"
+    ):
+        read(source)
+
+
 def test_labels_that_are_categories_of_integers_are_numbers(tmp_path: Path) -> None:
     label = pa.array([2, 10, -1, None, 2], pa.int8()).dictionary_encode()
     feather.write_feather(pa.table({"text": list("abcde"), "label": label}), str(tmp_path / "a.feather"))

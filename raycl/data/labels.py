@@ -115,6 +115,11 @@ def label_numbers(
             else:
                 raise pa.ArrowInvalid
         except pa.ArrowInvalid:
+            if are_numbers(column.type):
+                largest = max(each for each in distinct_labels(column).to_pylist() if each is not None)
+                raise DataError(
+                    f"integer labels must be below 2^63, came {largest}; number the classes from 0, or give the labels as text"
+                ) from None
             raise DataError(
                 f"labels are integers in one part of the dataset, and {column.type} or beyond 64 bits in another; "
                 "give integers or text in all parts"
