@@ -265,6 +265,12 @@ class DataModule:
         """Whether the training rows are compared with those to evaluate: they have a column of labels, or are pairs."""
         return self._config.has_two_towers or (self._first.has_labels and self._first.classes != ())
 
+    def _lack_labels(self) -> bool:
+        """Read the labels of the training rows; return whether all are missing. Those of a Ray Dataset are unknown."""
+        return all(
+            each.source is not None and bool((each.source.labels() < 0).all()) for each in self.data_sets
+        )
+
     def _matched(self, evaluation: Source) -> Source:
         """Return the rows of ``evaluation.data`` with the numbers of the training rows' classes.
 
@@ -276,14 +282,15 @@ class DataModule:
                 f"evaluation.data ({evaluation.uri}) has the columns {', '.join(theirs)}, and the training rows have "
                 f"{', '.join(own)}; give both the same columns"
             )
-        if not self._has_voters or self._config.has_two_towers:
+        other_kinds = (evaluation.classes is None) != (self.classes is None)
+        if not self._has_voters or self._config.has_two_towers or (other_kinds and self._lack_labels()):
             self.classes = self.classes or evaluation.classes
             return evaluation
         sources = [each.source for each in self.data_sets] + [evaluation]
         check_label_names(
             (each and each.label_names for each in sources), where="the training rows and evaluation.data"
         )
-        if (evaluation.classes is None) != (self.classes is None):
+        if other_kinds:
             kinds = ("integers", "text") if evaluation.classes is None else ("text", "integers")
             raise DataError(
                 f"the labels of evaluation.data are {kinds[0]}, and those of the training rows are {kinds[1]}; "

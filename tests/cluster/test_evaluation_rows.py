@@ -97,7 +97,7 @@ def test_labeled_rows_evaluate_training_without_labels(
     assert result.final["knn_top1"] == pytest.approx(expected["top1"], abs=1e-9)
 
 
-@pytest.mark.parametrize("missing", ["-1", "null", "another column"])
+@pytest.mark.parametrize("missing", ["-1", "-1 beside texts", "null", "another column"])
 def test_rows_of_a_training_set_without_any_label_do_not_vote(
     missing: str, files: tuple[Path, Path, Path], tmp_path: Path
 ) -> None:
@@ -113,8 +113,12 @@ def test_rows_of_a_training_set_without_any_label_do_not_vote(
         pq.write_table(named, others := tmp_path / "named.parquet")
         settings["data.columns.label"] = "category"
     else:
-        labels = [-1] * NUM_TRAIN if missing == "-1" else pa.nulls(NUM_TRAIN)
-        table = table.append_column("label", pa.array(labels) if missing == "-1" else labels)
+        labels = pa.nulls(NUM_TRAIN) if missing == "null" else pa.array([-1] * NUM_TRAIN)
+        table = table.append_column("label", labels)
+    if missing == "-1 beside texts":
+        named = pq.read_table(others)
+        names = [f"class {label}" for label in named["label"].to_pylist()]
+        pq.write_table(named.set_column(1, "label", pa.array(names)), others := tmp_path / "texts.parquet")
     pq.write_table(table, tmp_path / "train.parquet")
     result = raycl.train(
         config_of(others, **settings), data=tmp_path / "train.parquet", output=tmp_path / "run", quiet=True
