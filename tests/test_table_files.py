@@ -847,6 +847,7 @@ def test_a_folder_has_tables_of_one_format_and_other_files_are_named(tmp_path: P
     source = find_source(str(tmp_path), TEXTS)
     assert [fragment.file for fragment in source.fragments] == ["a.csv.gz", "b.csv", "c/d.tsv"]
     assert (source.kind, source.ignored) == ("csv", ((".md", 1),))
+    assert source.unread() == [f"files not read in {tmp_path}: 1 .md"]
     (tmp_path / "pictures.tar").write_bytes(b"")  # would be a format of its own
     assert find_source(str(tmp_path), TEXTS).ignored == ((".md", 1), (".tar", 1))
     write_rows(tmp_path / "e.jsonl", [{"text": "e"}])
@@ -856,6 +857,21 @@ def test_a_folder_has_tables_of_one_format_and_other_files_are_named(tmp_path: P
     source = find_source(str(tmp_path), TEXTS)
     assert (source.kind, source.num_rows) == ("parquet", 1)
     assert dict(source.ignored) == {".csv": 1, ".gz": 1, ".tsv": 1, ".jsonl": 1, ".md": 1, ".tar": 1}
+    counts = "1 .csv, 1 .gz, 1 .jsonl, 1 .md, 1 .tar, 1 .tsv (read: 1 .parquet)"
+    remedy = "to read the others, put them into a folder of their own"
+    assert source.unread() == [f"files not read in {tmp_path}: {counts}; {remedy}"]
+
+
+def test_images_and_tables_in_one_folder_are_both_counted(tmp_path: Path) -> None:
+    for name in ("a.png", "b.png", "c.JPG", "notes.txt"):
+        (tmp_path / name).write_bytes(b"")
+    assert find_source(str(tmp_path)).unread() == [f"files not read in {tmp_path}: 1 .txt"]
+    (tmp_path / "labels.csv").write_text("image,label\na.png,1\n")
+    (line,) = find_source(str(tmp_path)).unread()
+    assert ": 1 .csv, 1 .txt (read: 1 .jpg, 2 .png); to read the others, put them" in line
+    write_rows(tmp_path / "rows.parquet", [{"image": b"a"}])
+    (line,) = find_source(str(tmp_path)).unread()
+    assert ": 1 .csv, 1 .jpg, 2 .png, 1 .txt (read: 1 .parquet); to read the others, put them" in line
 
 
 @pytest.mark.parametrize("columns", [ColumnNames(), TEXTS, ColumnNames(caption="text")])

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import posixpath
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from raycl.data.codecs import bytes_of_text
 from raycl.data.columns import ColumnNames, is_list, is_text
 from raycl.data.csv_tables import CsvTables
 from raycl.data.ids import content_ids, stable_ids
-from raycl.data.images import is_image_struct, read_image, stored_images
+from raycl.data.images import EXTENSIONS, is_image_struct, read_image, stored_images
 from raycl.data.json_tables import JsonTables
 from raycl.data.labels import NO_LABEL, label_numbers
 from raycl.data.lance_tables import LanceTables
@@ -172,7 +173,8 @@ class Source:
         lines = []
         if self.ignored:
             counts = ", ".join(f"{count} {ending}" for ending, count in self.ignored)
-            lines.append(f"files not read in {self.uri}: {counts}")
+            remedy = self._formats_read() if any(map(self._is_of_other_format, dict(self.ignored))) else ""
+            lines.append(f"files not read in {self.uri}: {counts}{remedy}")
         if self.ignored_label:
             held = f"it holds {self.ignored_label}, not integers or text"
             lines.append(f"ignored the column 'label' of {self.uri}: {held}")
@@ -185,6 +187,19 @@ class Source:
                 "(if one tells which rows match, name it with --set data.columns.label=NAME)"
             )
         return lines
+
+    def _is_of_other_format(self, ending: str) -> bool:
+        """Whether a file that is not read, by its ending, is of another format than those that are."""
+        tables = (each for each in FILES if each.name != self.kind)
+        return ending in (() if self.kind == "folder" else EXTENSIONS) or any(
+            ending in each.endings for each in tables
+        )
+
+    def _formats_read(self) -> str:
+        """Return the end of a line about other files: the files that are read by ending, and what to do."""
+        read = Counter(posixpath.splitext(each)[1].lower() for each in set(self.files))
+        counts = ", ".join(f"{count} {ending}" for ending, count in sorted(read.items()))
+        return f" (read: {counts}); to read the others, put them into a folder of their own"
 
     def read(self, fragment: Fragment, keep: Keep | None = None) -> Iterator[RawRows]:
         """Yield the rows of one fragment in batches; raises ``StorageError`` or ``DataError``.
