@@ -432,7 +432,7 @@ def test_a_stream_is_not_resumed_with_fewer_steps_than_all_its_rows_allow(tmp_pa
 
     def resume(**length: int | None) -> None:
         run.config = override(config, {f"stages.0.{key}": value for key, value in length.items()})
-        _read_data(run, data, None, {}, quiet=True)
+        _read_data(run, data, None, {}, print, quiet=True)
 
     (run.output / "checkpoints/step-00000018/state.pt").write_text("")
     for allowed in ({"epochs": 2}, {"epochs": None, "steps": 18}):  # 16 steps are expected of two epochs

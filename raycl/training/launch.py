@@ -191,7 +191,7 @@ def train_validated(
         vocabulary = _learn_vocabulary(run, data, tokenizer, report) if config.has_texts else None
         if vocabulary and tokenizer is None:
             _check_towers(config, encoder, vocabulary)
-        job = _read_data(run, data, coordinator, described, quiet=quiet)
+        job = _read_data(run, data, coordinator, described, report, quiet=quiet)
         job = replace(job, vocabulary=vocabulary, network=encoder)
         _report_unused(config, output, job.num_train, report)
         with open_bank(job, report) as bank, open_miner(replace(job, bank=bank), report) as job:
@@ -244,7 +244,13 @@ def _check_data(run: ValidatedRun, data: DataModule, described: dict[str, Any]) 
 
 
 def _read_data(
-    run: ValidatedRun, data: DataModule, coordinator: Any, described: dict[str, Any], *, quiet: bool
+    run: ValidatedRun,
+    data: DataModule,
+    coordinator: Any,
+    described: dict[str, Any],
+    report: Printer,
+    *,
+    quiet: bool,
 ) -> Job:
     """Read all rows, or only the evaluation rows of a stream; return the job without its bank.
 
@@ -269,6 +275,8 @@ def _read_data(
         described["weights"] = [each.fingerprint(["sample_id", "weight.value"]) for each in decoded]
         check_same_data(run.output, described)
     blocks = tuple(tuple(each.blocks()) for each in decoded)
+    if run.evaluation is not None:
+        report("reading evaluation.data")
     evaluation = data.read_evaluation_rows(decoded)
     return Job(
         config=config,

@@ -72,11 +72,12 @@ def test_the_last_evaluation_equals_raycl_evaluate_on_these_rows(
 
 
 def test_labeled_rows_evaluate_training_without_labels(
-    files: tuple[Path, Path, Path], tmp_path: Path
+    files: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, unlabeled, others = files
     config = config_of(others, **{"data.max_invalid_fraction": 0.05})
-    result = raycl.train(config, data=unlabeled, output=tmp_path / "run", quiet=True)
+    result = raycl.train(config, data=unlabeled, output=tmp_path / "run")
+    assert "\nreading evaluation.data\n" in capsys.readouterr().err
     assert result.steps == NUM_TRAIN // config.stages[0].batch_size
     assert "baseline_knn_top1" in result.final
     # About half of the rows are evaluated; the others vote.
