@@ -703,6 +703,21 @@ def test_the_result_is_written_before_the_examples_are_printed(
     assert json.loads(out) == json.loads(file.read_text()) == {"measure": "retrieval", "map": 0.5}
 
 
+def test_a_run_is_given_by_its_place_or_by_its_name(raycl, tmp_path: Path) -> None:
+    for command in (
+        ["evaluate", "knn", "--test", "x"],
+        ["embed", "--data", "x", "--output", tmp_path / "out"],
+        ["mine", "--data", "x", "--output", tmp_path / "out.parquet"],
+        ["export", "--output", tmp_path / "out", "--to", "onnx"],
+    ):
+        (status, out, err), named = (raycl(*command, *each, tmp_path) for each in ([], ["--run"]))
+        assert (status, out, err) == named
+        assert (status, err.count("\n"), "twice" in err) == (2, 1, False)
+        assert raycl(*command)[2] == "raycl: a run is missing; give the --output of one: --run RUN\n"
+        twice = raycl(*command, "a", "--run", "b")
+        assert twice == (2, "", "raycl: the run is given twice, a and --run b; give one of them\n")
+
+
 def test_an_evaluation_is_a_table_on_a_terminal_and_json_elsewhere(
     raycl, monkeypatch: pytest.MonkeyPatch
 ) -> None:

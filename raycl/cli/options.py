@@ -31,7 +31,8 @@ Like = Annotated[
 Epochs = Annotated[int | None, typer.Option(help="Passes over the data.", show_default=OF_RECIPE)]
 Steps = Annotated[int | None, typer.Option(help="Optimization steps, instead of epochs.")]
 Seed = Annotated[int | None, typer.Option(help="Seed of weights, order and views.", show_default=OF_RECIPE)]
-Run = Annotated[str, typer.Option(help="The --output of a run.")]
+Run = Annotated[str | None, typer.Argument(help="The --output of a run.")]
+NamedRun = Annotated[str | None, typer.Option("--run", help="The run, if RUN is not given.")]
 Side = Annotated[str, typer.Option(help="With two towers: query or key.")]
 BankName = Annotated[str, typer.Argument(help="Name of the bank; see `raycl bank list`.")]
 RunningRay = Annotated[
@@ -56,6 +57,15 @@ class OneDataSet(TyperCommand):
                     f"--{option.name} is given {given.count(option)} times, and {remedies[option.name]}"
                 )
         return super().parse_args(ctx, args)
+
+
+def one_run(run: str | None, named: str | None) -> str:
+    """Return the run that is given as RUN or as ``--run``; raises ``ConfigError`` for both or neither."""
+    if run is not None and named is not None:
+        raise ConfigError(f"the run is given twice, {run} and --run {named}; give one of them")
+    if run is None and named is None:
+        raise ConfigError("a run is missing; give the --output of one: --run RUN")
+    return str(named if run is None else run)
 
 
 def connect(address: str | None, debug: bool, *, bank: str | None = None) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from raycl.cli.options import Address, Debug, Gpu, Run, Setting, Side
+from raycl.cli.options import Address, Debug, Gpu, NamedRun, Run, Setting, Side, one_run
 from raycl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,8 +21,9 @@ MovedData = Annotated[
 
 def evaluate(
     measure: Annotated[str, typer.Argument(help="knn, linear, retrieval or sts.")],
-    run: Run,
     test: Annotated[str, typer.Option(help="Test set.")],
+    run: Run = None,
+    named_run: NamedRun = None,
     train: Annotated[
         str | None, typer.Option(help="Labeled training set; further documents; corpus of the baseline.")
     ] = None,
@@ -36,6 +37,7 @@ def evaluate(
     from raycl.cli.plan import check_measure, command_settings
 
     check_measure(measure)
+    run = one_run(run, named_run)
     options: dict[str, Any] = {"gpu": gpu, "address": address, "debug": debug}
     options |= command_settings(measure, settings or [])
     from raycl.api import evaluate as evaluate_run
@@ -55,9 +57,10 @@ def evaluate(
 
 
 def embed(
-    run: Run,
     data: Annotated[str, typer.Option(help="Images or texts to embed.")],
     output: Annotated[str, typer.Option(help="Folder of parquet files to write; local or s3://.")],
+    run: Run = None,
+    named_run: NamedRun = None,
     side: Side = "query",
     index: Annotated[str | None, typer.Option(help="Search index to write as well: faiss.")] = None,
     gpu: Gpu = False,
@@ -68,6 +71,7 @@ def embed(
     """Embed a set of images or texts to parquet, and to a search index."""
     from raycl.cli.plan import command_settings
 
+    run = one_run(run, named_run)
     options: dict[str, Any] = {"side": side, "gpu": gpu, "address": address}
     chosen: dict[str, Any] = {"index": index, **command_settings("embed", settings or [])}
     from raycl.inference.preflight import check_index, check_inputs
@@ -83,9 +87,12 @@ def embed(
 
 
 def mine(
-    run: Annotated[str, typer.Option(help="The --output of a run with two towers, or one for both.")],
     data: Annotated[str, typer.Option(help="Pairs, optionally with labels or lists of negatives.")],
     output: Annotated[str, typer.Option(help="Parquet file to write: query, document, negatives.")],
+    run: Annotated[
+        str | None, typer.Argument(help="The --output of a run with two towers, or one for both.")
+    ] = None,
+    named_run: NamedRun = None,
     num_negatives: Annotated[int, typer.Option(help="Largest number of negatives to add per pair.")] = 8,
     max_relative_score: Annotated[
         float, typer.Option(help="Skip documents whose cosine exceeds this fraction of the positive's.")
@@ -98,6 +105,7 @@ def mine(
     """Add hard negatives to pairs: the documents nearest to a query that do not match it."""
     from raycl.cli.plan import command_settings
 
+    run = one_run(run, named_run)
     chosen = command_settings("mine", settings or [])
     from raycl.inference.preflight import check_inputs, check_mining
 
@@ -115,8 +123,9 @@ def mine(
 
 
 def export(
-    run: Run,
     output: Annotated[str, typer.Option(help="Folder to write; local or s3://.")],
+    run: Run = None,
+    named_run: NamedRun = None,
     to: Annotated[
         str | None,
         typer.Option(
@@ -130,6 +139,7 @@ def export(
     from raycl.inference.preflight import check_inputs, check_package
 
     check_package(to)
+    run = one_run(run, named_run)
     options: dict[str, Any] = {"side": side}
     check_inputs(run, output=output, **options)
     from raycl.inference.export import export_encoder
