@@ -412,7 +412,7 @@ def test_class_folders_may_lie_beside_files_with_a_column_of_labels(tmp_path: Pa
 def test_the_columns_of_a_click_log_are_named_as_in_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grouped = Mock(schema=lambda: None, count=lambda: 1)
+    grouped = Mock(schema=lambda: None, count=lambda: 1, to_arrow_refs=list[Any])
     grouped.materialize.return_value = grouped
     monkeypatch.setattr(data_set, "group_source", lambda *_, **__: grouped)
     (tmp_path / "a.csv").write_text("query,document,label\nq,d,1\n")
@@ -502,3 +502,28 @@ def test_a_run_resumes_only_with_the_files_that_give_its_rows_their_ids(tmp_path
     assert "files" not in with_ids[0]
     (tmp_path / "data.json").write_text(json.dumps(with_ids[0]))
     check_same_data(Place(str(tmp_path)), with_ids[1])
+
+
+def test_a_stream_resumes_only_with_its_rows_in_the_same_fragments(tmp_path: Path) -> None:
+    table = pa.table({"id": range(4_000), "text": [f"text {number}" for number in range(4_000)]})
+    columns = ColumnNames(image=None, text="text", sample_id="id")
+
+    def described(name: str, *sizes: int, row_group_size: int = 1_000) -> dict[str, Any]:
+        (tmp_path / name).mkdir()
+        for number, size in enumerate(sizes):
+            part = table.slice(sum(sizes[:number]), size)
+            pq.write_table(part, tmp_path / name / f"{number}.parquet", row_group_size=row_group_size)
+        source = find_source(str(tmp_path / name), columns)
+        fragments = [source.fragments_fingerprint]
+        return describe_data([name], [4_000], None, streamed=True, fragments=fragments)
+
+    first = described("first", 2_000, 2_000)
+    (tmp_path / "data.json").write_text(json.dumps(first))
+    check_same_data(Place(str(tmp_path)), described("copy", 2_000, 2_000))
+    for other in (described("sizes", 1_000, 3_000), described("joined", 4_000)):
+        message = r"are in other files or parts of files than when the run began, so the stream"
+        with pytest.raises(ConfigError, match=message):
+            check_same_data(Place(str(tmp_path)), other)
+    del first["fragments"]  # of an earlier version
+    (tmp_path / "data.json").write_text(json.dumps(first))
+    check_same_data(Place(str(tmp_path)), described("again", 2_000, 2_000))

@@ -152,6 +152,12 @@ class Source:
         return hashlib.sha256(json.dumps([*num_rows.items(), paths.hexdigest()]).encode()).hexdigest()
 
     @property
+    def fragments_fingerprint(self) -> str:
+        """A hash of the fragments by file and number of rows, which the order of a stream depends on."""
+        cut = [(each.file, each.num_rows) for each in self.fragments]
+        return hashlib.sha256(json.dumps(cut).encode()).hexdigest()
+
+    @property
     def files(self) -> Iterator[str]:
         """The absolute addresses of the files; a file of several fragments may be repeated."""
         for each in self.fragments:

@@ -145,13 +145,25 @@ class DataSet:
             if self.source is not None
             else group_dataset(self.dataset, self.columns, self._coordinator, prefix=self.prefix)
         )
-        self.source, self.dataset = None, grouped.materialize()
+        self.source, self.dataset = None, _ordered(grouped.materialize())
         rows = self.stats()
         rows.check(self._config.data.max_invalid_fraction)
         self.num_clicks = rows.num_rows
         self.columns = grouped_columns(self.columns)
         if self.dataset.count() == 0:
             raise DataError("no query has a document with label 1; training needs positive pairs")
+
+
+def _ordered(pairs: ray.data.Dataset) -> ray.data.Dataset:
+    """Return the blocks of distinct pairs by their first rows: a shuffle returns them in any order, which a stream keeps."""
+    blocks: Any = pairs.to_arrow_refs()
+    first = ray.get([ray.remote(_first_row).remote(block) for block in blocks])
+    in_order = sorted((row, place) for place, row in enumerate(first) if row is not None)
+    return ray.data.from_arrow_refs([blocks[place] for _, place in in_order]) if in_order else pairs
+
+
+def _first_row(block: pa.Table) -> str | None:
+    return repr(block.slice(0, 1).to_pylist()) if len(block) else None
 
 
 def texts_per_row(data: Source | ray.data.Dataset, columns: ColumnNames) -> dict[str, float]:

@@ -183,6 +183,7 @@ def train_validated(
             streamed=data.streamed,
             label_names=names.pop() if len(names) == 1 else None,
             files=[source.files_fingerprint for source in run.sources],
+            fragments=[source.fragments_fingerprint for source in run.sources],
             evaluation=run.evaluation,
             own_network=encoder is not None,
         )

@@ -530,8 +530,13 @@ def check_same_data(output: Place, now: dict[str, Any]) -> None:
 
 
 def _check_same_contents(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to resume with other weights, or other rows to evaluate."""
+    """Refuse to resume with other weights, other rows to evaluate, or a stream in another order."""
     changed = {key for key in before.keys() & now.keys() if before[key] != now[key]}
+    if "fragments" in changed:
+        raise ConfigError(
+            f"the rows of {now['data']} are in other files or parts of files than when the run began, so the stream would "
+            "have another order; give the files of then, or another --output"
+        )
     if "weights" in changed:
         raise ConfigError(
             f"the run began with other weights of rows than there are now in {now['data'] or 'the dataset'}; "
@@ -552,13 +557,15 @@ def describe_data(
     streamed: bool,
     label_names: Sequence[str] | None = None,
     files: Sequence[str | None] = (),
+    fragments: Sequence[str] = (),
     evaluation: Source | None = None,
     own_network: bool = False,
 ) -> dict[str, Any]:
     """Return the content of ``data.json``, which a resumed run is compared with.
 
     ``rows`` are the numbers of rows of each data set, and ``data`` their addresses, if they have any. ``label_names``
-    are the names of integer labels, for display. ``files`` are the fingerprints of the files, of sources alone.
+    are the names of integer labels, for display. ``files`` are the fingerprints of the files, of sources alone, and
+    ``fragments`` those of their parts, which matter to a stream.
     ``evaluation`` are the rows of ``evaluation.data``. ``own_network`` marks a run whose network no name builds.
     """
     validation = {}
@@ -574,6 +581,7 @@ def describe_data(
         **({"rows_per_data_set": list(rows)} if len(rows) > 1 else {}),
         "streamed": streamed,
         **({"files": list(files)} if any(files) else {}),
+        **({"fragments": list(fragments)} if streamed and fragments else {}),
         "classes": classes,
         **({"label_names": list(label_names)} if label_names else {}),
         **({"evaluation": validation} if validation else {}),

@@ -205,6 +205,17 @@ def test_queries_with_a_text_or_an_id_in_common_are_one(
     }
 
 
+def test_a_click_log_has_the_same_order_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(click_logs.group_rows.__kwdefaults__, "num_parts", 12)
+    texts = [f"text {number}" for number in range(60)]
+    log = ray.data.from_arrow(pa.table({"query": texts, "document": texts, "label": [1] * 60}))
+    with start_coordinator() as coordinator:
+        config = run_of("two_tower", **{"data.cache": "stream", "evaluation.every_epochs": 0})
+        orders = [DataModule(config, coordinator, [log]).data_sets[0].dataset.take_all() for _ in range(2)]
+    assert len(orders[0]) == 60
+    assert orders[0] == orders[1]
+
+
 def test_a_run_on_pairs_learns_and_its_towers_load(click_run: tuple[Path, raycl.RunResult]) -> None:
     output, _ = click_run
     recalls = [line["recall_at_10"] for line in read_metrics(Place(str(output))) if "recall_at_10" in line]
