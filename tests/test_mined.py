@@ -59,16 +59,14 @@ class LocalBank:
         self.ids = np.sort(bank_id)
         settings: dict[str, Any] = {"dim": dim, "capacity": len(self.ids), "momentum": 0.0}
         self.spec = BankSpec(name="local", kind="memory_bank", output="/", **settings)
-        self.incarnation = "first"
         self.begin()
 
     def begin(self) -> None:
         self.store = MemoryBank(self.ids, self.spec.dim, seed=0, momentum=0.0)
 
-    def replace(self, slots: Any, sample_id: Any, rows: Any, step: int) -> list[str]:
+    def replace(self, slots: Any, sample_id: Any, rows: Any, step: int) -> None:
         assert np.array_equal(self.store.slots_of(sample_id), slots)
         self.store.replace(sample_id, rows, step)
-        return [self.incarnation]
 
     def get(self, sample_id: NDArray[np.int64]) -> Negatives:
         return self.store.get(sample_id)
@@ -194,7 +192,8 @@ def test_long_texts_are_embedded_in_smaller_blocks_so_that_a_slow_encoder_answer
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limit, built, blocks = 30, build_corpus(held_rows(), explicit=True), list[Tokens]()
-    search_in_bank = search_of(built, LocalBank(built.corpus.bank_id), numpy_weights(towers()))
+    bank = LocalBank(built.corpus.bank_id)
+    search_in_bank = search_of(built, bank, numpy_weights(towers()))
     encode = search_in_bank._encode
 
     def note(side: SideName, texts: Iterator[Rows]) -> Iterator[Encoded]:
@@ -211,22 +210,7 @@ def test_long_texts_are_embedded_in_smaller_blocks_so_that_a_slow_encoder_answer
     nexts = [int(each.lengths[0]) for each in blocks[1:]]
     assert all(total + more > limit for total, more in zip(sums, nexts, strict=False))
     np.testing.assert_array_equal(Tokens.joined(blocks).text_id, built.corpus.document.text_id)
-    assert (search_in_bank._row_step == 7).all()
-
-
-def test_rows_of_a_shard_that_lost_them_and_of_later_steps_are_embedded_first() -> None:
-    built = build_corpus(held_rows(), explicit=True)
-    bank = LocalBank(built.corpus.bank_id)
-    search_in_bank = search_of(built, bank, numpy_weights(towers()))
-    search_in_bank.embed_documents()
-    ages = search_in_bank._row_step
-    assert (ages == 7).all()
-    search_in_bank.forget_after(6)
-    assert (ages == -1).all()
-    search_in_bank.embed_documents()
-    bank.incarnation = "second"
-    search_in_bank._note_lost_rows(["second"])
-    assert (ages == -1).all()
+    assert (bank.get(built.corpus.bank_id).step == 7).all()
 
 
 # The miner

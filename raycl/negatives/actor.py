@@ -275,11 +275,10 @@ class MemoryBankActor(BankActor[MemoryBank]):
         self._puts.count(len(rows))
 
     @_remote
-    def replace(self, sample_id: np.ndarray, rows: np.ndarray, step: int) -> str:
-        """Replace the rows of distinct samples; return the actor's incarnation. Safe to repeat."""
+    def replace(self, sample_id: np.ndarray, rows: np.ndarray, step: int) -> None:
+        """Replace the rows of distinct samples; safe to repeat."""
         self.store.replace(sample_id, rows, step)
         self._puts.count(len(rows))
-        return self._incarnation
 
     @_remote
     def read_slots(self, start: int, stop: int) -> Negatives:

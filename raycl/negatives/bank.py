@@ -149,18 +149,16 @@ class Bank:
         queue.load_state_dict(self.connections()[0].ask(QueueActor.state_dict))
         return queue
 
-    def replace(self, slots: np.ndarray, sample_id: np.ndarray, rows: np.ndarray, step: int) -> list[str]:
-        """Replace the rows [n, dim] of distinct samples, in slots of a memory bank, both int64 [n].
-
-        Returns the incarnation of each shard's process, empty if the shard has none of the slots.
-        """
+    def replace(self, slots: np.ndarray, sample_id: np.ndarray, rows: np.ndarray, step: int) -> None:
+        """Replace the rows [n, dim] of distinct samples, in slots of a memory bank, both int64 [n]."""
         shards = np.searchsorted(self.spec.first_slots[1:], slots, side="right")
-        calls = {}
+        calls = []
         for shard, connection in enumerate(self.connections()):
             own = np.flatnonzero(shards == shard)
             if len(own):
-                calls[shard] = connection.send(MemoryBankActor.replace, sample_id[own], rows[own], step)
-        return [calls[shard].result() if shard in calls else "" for shard in range(self.spec.num_shards)]
+                calls.append(connection.send(MemoryBankActor.replace, sample_id[own], rows[own], step))
+        for call in calls:
+            call.result()
 
     def get(self, sample_id: np.ndarray) -> SampleRows:
         """Return the rows of these samples, int64 [n].

@@ -1,6 +1,6 @@
 """The miner: an actor that searches hard negatives with the newest weights while the workers train (Xiong et al., 2021).
 
-A pool of encoders embeds all documents into a bank, the oldest first, and the bank searches the nearest documents of each
+A pool of encoders embeds all documents into a bank, and the bank searches the nearest documents of each
 query. The death of any of them costs fresh negatives, never the run: Ray restarts it, and the workers keep the last table.
 """
 
@@ -131,8 +131,6 @@ class Search:
     def __init__(self, settings: MinedConfig, bank: Bank, bank_id: Numbers, encode: EncodeBlocks) -> None:
         self._settings, self._bank, self._encode = settings, bank, encode
         self._bank_id = np.sort(bank_id)
-        self._row_step = np.full(len(bank_id), -1)  # of each slot
-        self._incarnations = [""] * bank.spec.num_shards
 
     def use(self, corpus: Corpus, matches: Matches[int]) -> None:
         """Search this corpus from now on: a larger one of the same stream keeps its rows in the bank."""
@@ -143,20 +141,12 @@ class Search:
         for pair, query in enumerate(corpus.positive[:, 0].tolist()):
             self._pairs_of_query.setdefault(query, []).append(pair)
 
-    def forget_after(self, step: int) -> None:
-        """Count rows of later steps as never embedded: another worker group continues at this step."""
-        self._row_step[self._row_step > step] = -1
-
     def embed_documents(self) -> None:
-        """Replace the rows of all documents in the bank, the oldest first."""
-        oldest_first = np.argsort(self._row_step[self._slot], kind="stable")
-        blocks = list(_in_blocks(oldest_first, self._corpus.document))
+        """Replace the rows of all documents in the bank."""
+        blocks = list(_in_blocks(np.arange(len(self._slot)), self._corpus.document))
         texts = (self._corpus.document.take(block) for block in blocks)
         for numbers, (rows, step, _) in zip(blocks, self._encode("key", texts), strict=True):
-            slots, ids = self._slot[numbers], self._corpus.bank_id[numbers]
-            incarnations = self._bank.replace(slots, ids, rows, step)
-            self._note_lost_rows(incarnations)
-            self._row_step[slots] = step
+            self._bank.replace(self._slot[numbers], self._corpus.bank_id[numbers], rows, step)
 
     def mine(self) -> MinedTable:
         """Search the documents near all queries, and return the hard negatives of all pairs."""
@@ -224,14 +214,6 @@ class Search:
         cosine = (held.rows[place].astype(np.float32) * query_rows).sum(1)
         cosine[held.step[place] < 0] = -np.inf
         return dict(zip(pairs, cosine.tolist(), strict=True))
-
-    def _note_lost_rows(self, incarnations: list[str]) -> None:
-        """Count the rows of a shard as never embedded if its process is another one than before."""
-        for shard, now in enumerate(incarnations):
-            if now and self._incarnations[shard] not in ("", now):
-                first, stop = self._bank.spec.first_slots[shard : shard + 2]
-                self._row_step[first:stop] = -1
-            self._incarnations[shard] = now or self._incarnations[shard]
 
 
 def _in_blocks(numbers: Numbers, rows: Tokens | Images) -> Iterator[Numbers]:
@@ -328,7 +310,6 @@ class Miner:
         published = self._published
         assert published is not None, "the first weights were waited for"
         if self._in_use is None or self._in_use.group != published.group:
-            self._search.forget_after(published.step)
             self._attempt = self._pool.begin()
         self._use(published)
         corpus, corpus_update = self._corpus, self._corpus_update
