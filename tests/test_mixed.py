@@ -412,9 +412,10 @@ def test_class_folders_may_lie_beside_files_with_a_column_of_labels(tmp_path: Pa
 def test_the_columns_of_a_click_log_are_named_as_in_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grouped = Mock(schema=lambda: None, count=lambda: 1, to_arrow_refs=list[Any])
+    grouped = Mock(schema=lambda: None, count=lambda: 1)
     grouped.materialize.return_value = grouped
     monkeypatch.setattr(data_set, "group_source", lambda *_, **__: grouped)
+    monkeypatch.setattr(data_set, "_ordered", lambda pairs: pairs)
     (tmp_path / "a.csv").write_text("query,document,label\nq,d,1\n")
     (tmp_path / "b.csv").write_text("query,document\nq,d\n")
     config = recipe("two_tower")
